@@ -1,0 +1,4 @@
+"""placeholder until written"""
+import typer
+def register(app: typer.Typer) -> None:
+    """x"""

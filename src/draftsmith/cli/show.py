@@ -1,0 +1,139 @@
+"""Results of the stages as a person reads them."""
+
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from draftsmith.pipeline import Outcome
+
+
+def show(outcome: Outcome, console: Console) -> None:
+    """Print one stage's outcome."""
+    state = "[dim]up to date[/dim]" if outcome.up_to_date else "done" if outcome.passed else "[red]not passed[/red]"
+    _line(console, f"[bold]{outcome.stage}[/bold]: {state}  {outcome.folder}")
+    _SHOW[outcome.stage](outcome.result, console)
+
+
+def _show_prepare(counts: dict[str, Any], console: Console) -> None:
+    _line(console, 
+        f"  {counts['rows']:,} rows -> {counts['samples']:,} samples ({counts['train']:,} train, "
+        f"{counts['validation']:,} validation), {counts['tokens']:,} tokens, "
+        f"{counts['supervised_tokens']:,} supervised; {counts['unfinished']:,} answers cut at the limit, "
+        f"{counts['truncated']:,} samples truncated"
+    )
+    for reason, count in counts["dropped"].items():
+        _line(console, f"  [yellow]dropped {count:,}[/yellow]: {reason} (first: {counts['first_dropped'][reason]})")
+    if not counts["dropped"]:
+        _line(console, "  dropped 0")
+    sizes = ", ".join(f"{int(size):,}: {share:.1%}" for size, share in counts["coverage"].items())
+    _line(console, f"  supervised tokens that a draft vocabulary covers: {sizes}")
+
+
+def _show_extract(counts: dict[str, Any], console: Console) -> None:
+    _line(console, f"  {counts['samples']:,} samples, {counts['tokens']:,} tokens in {counts['shards']:,} shards")
+
+
+def _show_validate(report: dict[str, Any], console: Console) -> None:
+    for finding in report["findings"]:
+        colour = "red" if finding["severity"] == "error" else "yellow"
+        _line(console, f"  [{colour}]{finding['code']} {finding['severity']}[/{colour}] {finding['title']}")
+        for key in ("where", "expected", "found", "todo"):
+            _line(console, f"    {key}: {finding[key]}", markup=False)
+    if report.get("agreement"):
+        table = Table(title="does the last state predict the next token?", title_justify="left")
+        table.add_column("hypothesis")
+        table.add_column("agreement", justify="right")
+        for name, share in report["agreement"].items():
+            table.add_row(name, f"{share:.1%}")
+        console.print(table)
+        _line(console, f"  {report['positions']:,} of {report['supervised_positions']:,} supervised positions looked at")
+    verdict = "passed" if report["passed"] else "did not pass"
+    _line(console, f"  {verdict} at depth {report['depth']}")
+
+
+def _show_train(counts: dict[str, Any], console: Console) -> None:
+    _line(console, 
+        f"  {counts['steps']:,} steps, {counts['epochs']:,} epochs of {counts['tokens_per_epoch']:,} tokens "
+        f"({counts['targets_per_epoch']:,} targets), last loss {counts['final_loss']:.4f}"
+    )
+    _line(console, 
+        f"  draft vocabulary {counts['draft_vocab_size']:,} covers {counts['vocabulary_coverage']:.2%} of the "
+        f"supervised tokens; {counts['trained_parameters'] / 1e6:.1f} M trained parameters"
+    )
+
+
+def _show_evaluate(result: dict[str, Any], console: Console) -> None:
+    offline = result["offline"]
+    _line(console, 
+        f"  offline: {offline['chains']:,} chains on {offline['samples']:,} held-out samples; "
+        f"{offline['targets_outside_draft_vocabulary']:,} targets outside the draft vocabulary"
+    )
+    positions = range(1, len(offline["reached"]) + 1)
+    table = Table(title="acceptance on held-out conversations", title_justify="left")
+    for column in ("", *(f"position {k}" for k in positions)):
+        table.add_column(column, justify="right" if column else "left")
+    shares = [f"{share:.3f}" for share in offline["conditional_acceptance"]]
+    lengths = [f"{length:.3f}" for length in offline["acceptance_length"].values()]
+    table.add_row("conditional acceptance, offline", *shares)
+    table.add_row("acceptance length up to here, offline", *lengths)
+    real = result.get("real")
+    if real:
+        longest = max(real["methods"], key=lambda method: int(method["draft_length"]))
+        decoded = [_number(share) for share in longest["conditional_acceptance"]]
+        table.add_row("conditional acceptance, decoded", *decoded, *[""] * (len(shares) - len(decoded)))
+    console.print(table)
+    if real:
+        _show_decoding(real, console)
+
+
+def _show_decoding(real: dict[str, Any], console: Console) -> None:
+    table = Table(title=f"greedy decoding of {real['prompts']} held-out prompts", title_justify="left")
+    for column in ("draft length", "acceptance length", "tokens/s", "speed-up", "answers as plain decoding"):
+        table.add_column(column, justify="right")
+    for method in real["methods"]:
+        length = method["draft_length"]
+        table.add_row(
+            str(length) if length else "plain",
+            _number(method["acceptance_length"]) if length else "",
+            f"{method['tokens_per_second']:.1f}",
+            f"{method['speed_up']:.2f}",
+            f"{method['identical_answers']}/{real['prompts']}" if length else "",
+        )
+    console.print(table)
+    for method in real["methods"]:
+        for difference in method["differences"]:
+            cause = "a tie within rounding" if difference["rounding_tie"] else "[red]NOT a rounding tie[/red]"
+            _line(console, 
+                f"  draft length {method['draft_length']}, {difference['prompt']}: differs from token "
+                f"{difference['token']} on, where the two best logits are {difference['logit_gap']:.1e} apart: {cause}"
+            )
+    best = real["fastest_draft_length"]
+    _line(console, f"  fastest here: {f'draft length {best}' if best else 'plain decoding'}")
+
+
+def _line(console: Console, text: str, markup: bool = True) -> None:
+    """Print one line, whole, however narrow the terminal."""
+    console.print(text, markup=markup, highlight=False, soft_wrap=True)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _show_export(counts: dict[str, Any], console: Console) -> None:
+    _line(console, 
+        f"  {counts['format']} format, {counts['dtype']}, aux layer ids {counts['eagle_aux_hidden_state_layer_ids']} "
+        f"(vLLM numbering), draft length {counts['speculative_tokens']}, for {counts['verifier']}"
+    )
+
+
+_SHOW: dict[str, Callable[[dict[str, Any], Console], None]] = {
+    "prepare": _show_prepare,
+    "extract": _show_extract,
+    "validate": _show_validate,
+    "train": _show_train,
+    "evaluate": _show_evaluate,
+    "export": _show_export,
+}

@@ -1,0 +1,96 @@
+"""The six stage verbs: `draftsmith STAGE recipe.toml [--set key=value] [--redo] [--json]`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import typer
+
+from draftsmith.cli.common import AsJson, Assignments, RecipePath, Redo, print_json
+
+if TYPE_CHECKING:
+    from draftsmith.pipeline import Pipeline, StageName
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs to the command line."""
+    for verb in (prepare, extract, validate, train, evaluate, export):
+        app.command(verb.__name__)(verb)
+
+
+def prepare(recipe: RecipePath, assign: Assignments = None, redo: Redo = False, as_json: AsJson = False) -> None:
+    """Turn conversations or prompts into samples with loss masks; the verifier writes the answers.
+
+    Example: draftsmith prepare recipe.toml --set prepare.max_new_tokens=128
+    """
+    _run("prepare", recipe, assign, redo, as_json)
+
+
+def extract(recipe: RecipePath, assign: Assignments = None, redo: Redo = False, as_json: AsJson = False) -> None:
+    """Run the verifier over the samples and keep its hidden states in a store.
+
+    Example: draftsmith extract recipe.toml
+    """
+    _run("extract", recipe, assign, redo, as_json)
+
+
+def validate(recipe: RecipePath, assign: Assignments = None, redo: Redo = False, as_json: AsJson = False) -> None:
+    """Check the store: structure, every byte, and whether the states mean what they should.
+
+    Exit code 1 if there is a finding of severity error; train refuses such a store.
+
+    Example: draftsmith validate recipe.toml --json
+    """
+    _run("validate", recipe, assign, redo, as_json)
+
+
+def train(recipe: RecipePath, assign: Assignments = None, redo: Redo = False, as_json: AsJson = False) -> None:
+    """Train the draft on the store; goes on from the last checkpoint.
+
+    Example: draftsmith train recipe.toml --set train.lr=2e-4 --set train.epochs=10
+    """
+    _run("train", recipe, assign, redo, as_json)
+
+
+def evaluate(recipe: RecipePath, assign: Assignments = None, redo: Redo = False, as_json: AsJson = False) -> None:
+    """Measure acceptance on held-out conversations, offline and by real decoding.
+
+    Example: draftsmith evaluate recipe.toml --set evaluate.prompts=16
+    """
+    _run("evaluate", recipe, assign, redo, as_json)
+
+
+def export(recipe: RecipePath, assign: Assignments = None, redo: Redo = False, as_json: AsJson = False) -> None:
+    """Write the trained head as a folder that vLLM and speculators load as it is.
+
+    Example: draftsmith export recipe.toml --set export.dtype=bfloat16
+    """
+    _run("export", recipe, assign, redo, as_json)
+
+
+def open_pipeline(
+    recipe: Path, assign: list[str] | None, redo: Literal["never", "stale", "always"]
+) -> "Pipeline":
+    """Read the recipe and return its pipeline."""
+    from draftsmith.recipe import load_recipe
+
+    loaded = load_recipe(recipe, assign)  # before torch is imported: a typo is reported at once
+    from draftsmith.pipeline import Pipeline
+
+    return Pipeline(loaded, redo)
+
+
+def _run(stage: "StageName", recipe: Path, assign: list[str] | None, redo: bool, as_json: bool) -> None:
+    pipeline = open_pipeline(recipe, assign, "always" if redo else "never")
+    outcome = pipeline.run(stage)
+    if as_json:
+        print_json(
+            {"stage": stage, "folder": str(outcome.folder), "up_to_date": outcome.up_to_date, **outcome.result}
+        )
+    else:
+        from rich.console import Console
+
+        from draftsmith.cli.show import show
+
+        show(outcome, Console())
+    if not outcome.passed:
+        raise typer.Exit(1)

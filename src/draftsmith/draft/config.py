@@ -1,0 +1,152 @@
+"""The draft's configuration and its config.json in speculators format (which vLLM and speculators read)."""
+
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from transformers import LlamaConfig
+
+from draftsmith.errors import BadInput
+from draftsmith.verifier.boundaries import from_boundaries, to_boundaries
+from draftsmith.verifier.facts import VerifierFacts
+
+_MLA_HEAD_DIM, _MLA_KV_HEADS = 128, 8
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """What defines a draft. `layer` is its one Llama layer as a transformers config (rope included)."""
+
+    layer: LlamaConfig
+    draft_vocab_size: int
+    aux_boundaries: list[int]
+    norm_before_residual: bool
+    verifier_name: str
+    verifier_architectures: list[str]
+
+    @property
+    def hidden_size(self) -> int:
+        """Width H of draft and verifier."""
+        return int(self.layer.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """Size V of the verifier's vocabulary."""
+        return int(self.layer.vocab_size)
+
+
+def derive_config(
+    facts: VerifierFacts,
+    draft_vocab_size: int,
+    aux_boundaries: list[int],
+    norm_before_residual: bool,
+    verifier_name: str,
+) -> DraftConfig:
+    """Derive a draft from its verifier: same width, heads, MLP width, norm epsilon and rope."""
+    text = facts.text_config
+    heads, kv_heads, head_dim = _attention_shape(text, facts.hidden_size)
+    layer = LlamaConfig(
+        hidden_size=facts.hidden_size,
+        intermediate_size=text["intermediate_size"],
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=facts.vocab_size,
+        rms_norm_eps=facts.norm_eps,
+        max_position_embeddings=text.get("max_position_embeddings", 4096),
+        rope_parameters=_rope(text),
+        tie_word_embeddings=False,
+        pad_token_id=None,
+        bos_token_id=text.get("bos_token_id"),
+        eos_token_id=text.get("eos_token_id"),
+    )
+    return DraftConfig(
+        layer, draft_vocab_size, aux_boundaries, norm_before_residual, verifier_name, facts.architectures
+    )
+
+
+def _attention_shape(text: dict[str, Any], hidden_size: int) -> tuple[int, int, int]:
+    """Return heads, key-value heads and head width; a verifier with latent attention (MLA) has no usable ones."""
+    if text.get("kv_lora_rank"):
+        heads = hidden_size // _MLA_HEAD_DIM
+        return heads, _MLA_KV_HEADS if heads % _MLA_KV_HEADS == 0 else heads, _MLA_HEAD_DIM
+    heads = text["num_attention_heads"]
+    return heads, text.get("num_key_value_heads") or heads, text.get("head_dim") or hidden_size // heads
+
+
+def _rope(text: dict[str, Any]) -> dict[str, Any]:
+    """Take the verifier's rope where it is one set of parameters for the whole head, else plain rope."""
+    rope = text.get("rope_parameters") or {}
+    theta = rope.get("rope_theta") or text.get("rope_theta") or 10000.0
+    known = {"default", "linear", "dynamic", "yarn", "llama3"}
+    if rope.get("rope_type") in known and "partial_rotary_factor" not in rope and not text.get("kv_lora_rank"):
+        return dict(rope)
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+def to_json(config: DraftConfig, dtype: str, speculative_tokens: int) -> dict[str, Any]:
+    """Return config.json: every key whose absence changes the meaning in a server is there."""
+    layer = config.layer.to_dict()
+    # Readers of transformers 4 look for the two older keys and ignore rope_parameters.
+    layer["rope_theta"] = layer["rope_parameters"]["rope_theta"]
+    rope_type = layer["rope_parameters"]["rope_type"]
+    layer["rope_scaling"] = None if rope_type == "default" else layer["rope_parameters"]
+    layer["dtype"] = dtype
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "draftsmith_version": version("draftsmith"),
+        "dtype": dtype,
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": None,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "eagle_aux_hidden_state_layer_ids": from_boundaries(config.aux_boundaries, "vllm"),
+        "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": speculative_tokens,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {
+                "name_or_path": config.verifier_name,
+                "architectures": config.verifier_architectures,
+            },
+        },
+    }
+
+
+def from_json(values: dict[str, Any], where: str) -> DraftConfig:
+    """Read a config.json in speculators format; raise BadInput for what this draft model does not have."""
+    needed = ("draft_vocab_size", "norm_before_residual", "eagle_aux_hidden_state_layer_ids")
+    missing = [key for key in (*needed, "transformer_layer_config", "speculators_config") if key not in values]
+    if values.get("speculators_model_type") != "eagle3" or missing:
+        raise BadInput(f"{where}: not an EAGLE-3 head in speculators format (lacks {', '.join(missing) or 'type'})")
+    unsupported = [key for key in ("norm_before_fc", "fc_norm", "norm_output") if values.get(key)]
+    layer = dict(values["transformer_layer_config"])
+    if unsupported or layer.get("model_type") != "llama" or layer.get("num_hidden_layers") != 1:
+        raise BadInput(
+            f"{where}: only a draft of one llama layer is supported"
+            + (f", without {', '.join(unsupported)}" if unsupported else "")
+        )
+    verifier = values["speculators_config"]["verifier"]
+    return DraftConfig(
+        LlamaConfig(**layer),
+        values["draft_vocab_size"],
+        to_boundaries(values["eagle_aux_hidden_state_layer_ids"], "vllm"),
+        values["norm_before_residual"],
+        verifier["name_or_path"],
+        verifier["architectures"],
+    )

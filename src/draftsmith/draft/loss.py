@@ -1,0 +1,120 @@
+"""The loss of all unroll steps, after the unroll, in chunks of target positions.
+
+For target j the verifier's distribution q is softmax(lm_head(norm(last state j))) renormalised over the draft
+vocabulary; step k's draft distribution p_k comes from the row that aims at j. The loss is
+
+    sum over k of w_k * sum over j of KL(q_j || p_kj) / N,    N = number of targets in the whole batch
+
+Logits exist for one chunk at a time: the gradients with respect to hidden states and lm_head are made together
+with the loss, and the backward pass only scales them. Peak memory does not grow with T x D x K.
+
+Shapes: J targets, m_k rows of step k, H width, D draft vocabulary, c targets of a chunk.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftsmith.draft.rows import RowPlan
+from draftsmith.verifier.head import VerifierHead
+
+CHUNK_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """Per unroll step, summed over its rows with a loss: `kl` and `agreeing` (argmax of p = argmax of q) [K]."""
+
+    kl: Tensor
+    agreeing: Tensor
+    rows: Tensor
+
+
+def unroll_loss(
+    step_rows: list[Tensor],
+    lm_head_DH: Tensor,
+    target_JH: Tensor,
+    head: VerifierHead,
+    plan: RowPlan,
+    step_weights: list[float],
+    targets_in_batch: int,
+    chunk_targets: int | None = None,
+) -> tuple[Tensor, StepSums]:
+    """Return the scalar loss and the sums per step.
+
+    `step_rows` are the unroll's normed states [m_k, H], `target_JH` the last states (boundary N) at the plan's
+    targets, `head` the verifier's head restricted to the draft vocabulary (`VerifierHead.rows`).
+    """
+    steps = len(step_rows)
+    if chunk_targets is None:
+        chunk_targets = max(16, CHUNK_BYTES // (4 * lm_head_DH.shape[0] * steps))
+    sums = torch.zeros(2, steps, dtype=torch.float64)
+    rows_MH = torch.cat(step_rows)
+    weights = [weight / targets_in_batch for weight in step_weights]
+    loss: Tensor = _ChunkedKL.apply(  # type: ignore[no-untyped-call]
+        rows_MH, lm_head_DH, target_JH, head, plan, weights, chunk_targets, sums
+    )
+    counts = torch.tensor([len(rows) for rows in step_rows], dtype=torch.float64)
+    return loss, StepSums(sums[0], sums[1], counts)
+
+
+class _ChunkedKL(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_MH: Tensor,
+        lm_head_DH: Tensor,
+        target_JH: Tensor,
+        head: VerifierHead,
+        plan: RowPlan,
+        weights: list[float],
+        chunk_targets: int,
+        sums: Tensor,
+    ) -> Tensor:
+        needs_rows, needs_head = ctx.needs_input_grad[:2]
+        grad_rows = torch.empty_like(rows_MH) if needs_rows else None
+        grad_head = torch.zeros_like(lm_head_DH) if needs_head else None
+        loss = rows_MH.new_zeros(())
+        for start in range(0, len(target_JH), chunk_targets):
+            stop = min(start + chunk_targets, len(target_JH))
+            log_q = head.logits(target_JH[start:stop]).log_softmax(-1)
+            q = log_q.exp()
+            entropy = (q * log_q).sum(-1)
+            best = q.argmax(-1)
+            for k, (rows, local) in enumerate(_rows_of_chunk(plan, start, stop, rows_MH.device)):
+                h = rows_MH[rows]
+                log_p = (h @ lm_head_DH.T).log_softmax(-1)
+                kl = entropy[local] - (q[local] * log_p).sum(-1)
+                loss += weights[k] * kl.sum()
+                sums[0, k] += kl.sum().double()
+                sums[1, k] += (log_p.argmax(-1) == best[local]).sum()
+                if not needs_rows and not needs_head:
+                    continue
+                grad_logits = log_p.exp_().sub_(q[local]).mul_(weights[k])
+                if grad_rows is not None:
+                    grad_rows[rows] = grad_logits @ lm_head_DH
+                if grad_head is not None:
+                    grad_head.addmm_(grad_logits.T, h)
+        ctx.save_for_backward(*(grad for grad in (grad_rows, grad_head) if grad is not None))
+        ctx.has = (grad_rows is not None, grad_head is not None)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        saved = list(ctx.saved_tensors)
+        grads = [saved.pop(0) * grad_loss if has else None for has in ctx.has]
+        return *grads, None, None, None, None, None, None
+
+
+def _rows_of_chunk(plan: RowPlan, start: int, stop: int, device: torch.device) -> list[tuple[slice, Tensor]]:
+    """Return, per step, its rows that aim at targets [start, stop), and those targets counted from `start`."""
+    found, offset = [], 0
+    for step in plan.steps:
+        low, high = np.searchsorted(step.loss_targets, [start, stop])
+        local = torch.from_numpy(step.loss_targets[low:high] - start).to(device)
+        found.append((slice(offset + int(low), offset + int(high)), local))
+        offset += len(step.loss_targets)
+    return found

@@ -1,0 +1,144 @@
+"""The EAGLE-3 draft (https://arxiv.org/abs/2503.01840): fc, one Llama layer, norm, lm_head.
+
+Parameter names are those of the speculators format. Row t takes the token after position t and a hidden state of
+width H: `fc` of the verifier's aux states at t in the first step, the draft's own output later on.
+
+Shapes: n rows, H width, V / D vocabulary of verifier / draft, h / g heads and key-value heads, d head width.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from draftsmith.draft.config import DraftConfig
+from draftsmith.draft.vocabulary import DraftVocabulary
+
+
+class DraftAttention(nn.Module):
+    """Projections of the attention; its input is [norm(embedding), norm(hidden)], width 2H."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        layer = config.layer
+        self.heads, self.kv_heads = layer.num_attention_heads, layer.num_key_value_heads
+        self.head_dim: int = layer.head_dim
+        wide = 2 * config.hidden_size
+        self.q_proj = nn.Linear(wide, self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(wide, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(wide, self.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+
+    def queries(self, input_nW: Tensor, cos_nd: Tensor, sin_nd: Tensor) -> Tensor:
+        """Return rotated queries [n, h, d]."""
+        return rotate(self.q_proj(input_nW).unflatten(-1, (self.heads, self.head_dim)), cos_nd, sin_nd)
+
+    def keys(self, input_nW: Tensor, cos_nd: Tensor, sin_nd: Tensor) -> Tensor:
+        """Return rotated keys [n, g, d]."""
+        return rotate(self.k_proj(input_nW).unflatten(-1, (self.kv_heads, self.head_dim)), cos_nd, sin_nd)
+
+    def values(self, input_nW: Tensor) -> Tensor:
+        """Return values [n, g, d]."""
+        return self.v_proj(input_nW).unflatten(-1, (self.kv_heads, self.head_dim))
+
+
+class DraftMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        hidden, wide = config.hidden_size, config.layer.intermediate_size
+        self.gate_proj = nn.Linear(hidden, wide, bias=False)
+        self.up_proj = nn.Linear(hidden, wide, bias=False)
+        self.down_proj = nn.Linear(wide, hidden, bias=False)
+
+    def forward(self, x_nH: Tensor) -> Tensor:
+        """Return the MLP's output [n, H]."""
+        out: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x_nH)) * self.up_proj(x_nH))
+        return out
+
+
+class DraftLayer(nn.Module):
+    """The decoder layer in two halves; what the attention attends to is the caller's business."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.norm_before_residual = config.norm_before_residual
+        eps = config.layer.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps)
+        self.self_attn = DraftAttention(config)
+        self.mlp = DraftMLP(config)
+
+    def attention_input(self, embed_nH: Tensor, hidden_nH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the attention's input [n, 2H] and the residual stream [n, H]."""
+        normed_nH = self.hidden_norm(hidden_nH)
+        residual_nH = normed_nH if self.norm_before_residual else hidden_nH
+        return torch.cat([self.input_layernorm(embed_nH), normed_nH], dim=-1), residual_nH
+
+    def finish(self, residual_nH: Tensor, attended_nhd: Tensor) -> Tensor:
+        """Add attention and MLP to the residual stream; return the layer's output [n, H]."""
+        hidden_nH = residual_nH + self.self_attn.o_proj(attended_nhd.flatten(1))
+        out_nH: Tensor = hidden_nH + self.mlp(self.post_attention_layernorm(hidden_nH))
+        return out_nH
+
+
+class Eagle3Draft(nn.Module):
+    """The whole draft with its vocabulary. The embedding is the verifier's, frozen."""
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: DraftConfig, vocabulary: DraftVocabulary) -> None:
+        """Make a draft whose embedding and lm_head are still to be filled in by the caller."""
+        super().__init__()
+        self.config = config
+        hidden = config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
+        self.embed_tokens.weight.requires_grad_(False)
+        self.fc = nn.Linear(len(config.aux_boundaries) * hidden, hidden, bias=False)
+        self.layers = nn.ModuleList([DraftLayer(config)])
+        self.norm = nn.RMSNorm(hidden, config.layer.rms_norm_eps)
+        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
+        self.register_buffer("d2t", vocabulary.d2t)
+        self.register_buffer("t2d", vocabulary.t2d)
+        self._rope = LlamaRotaryEmbedding(config.layer)
+
+    @property
+    def layer(self) -> DraftLayer:
+        """The one decoder layer."""
+        layer = self.layers[0]
+        assert isinstance(layer, DraftLayer)
+        return layer
+
+    @property
+    def vocabulary(self) -> DraftVocabulary:
+        """The draft vocabulary as stored in `d2t`."""
+        return DraftVocabulary.from_d2t(self.d2t, self.config.vocab_size)
+
+    def cos_sin(self, positions_n: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rope's cosines and sines [n, d] at integer positions."""
+        cos, sin = self._rope(self.fc.weight, positions_n[None])
+        return cos[0], sin[0]
+
+
+def rotate(x_nhd: Tensor, cos_nd: Tensor, sin_nd: Tensor) -> Tensor:
+    """Rotate the two halves of each head by the position's angles (Llama's convention)."""
+    half = x_nhd.shape[-1] // 2
+    turned = torch.cat([-x_nhd[..., half:], x_nhd[..., :half]], dim=-1)
+    return x_nhd * cos_nd[:, None] + turned * sin_nd[:, None]
+
+
+def new_draft(
+    config: DraftConfig, vocabulary: DraftVocabulary, embedding_VH: Tensor, head_rows_DH: Tensor, seed: int
+) -> Eagle3Draft:
+    """Make an untrained draft: verifier's embedding and lm_head rows, the rest N(0, 0.02) from `seed`, float32."""
+    generator = torch.Generator().manual_seed(seed)
+    draft = Eagle3Draft(config, vocabulary)
+    with torch.no_grad():
+        draft.embed_tokens.weight.copy_(embedding_VH)
+        draft.lm_head.weight.copy_(head_rows_DH)
+        for name, parameter in sorted(draft.named_parameters()):
+            if parameter.dim() == 2 and not name.startswith(("embed_tokens", "lm_head")):
+                parameter.normal_(0.0, 0.02, generator=generator)
+    return draft

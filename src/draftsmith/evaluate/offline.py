@@ -1,0 +1,93 @@
+"""Acceptance predicted from stored states, without running the verifier.
+
+A chain starts at every row from which a server would draft: row t, whose token t+1 and predicted token t+2 are
+the verifier's. At draft position k (from 0) the draft's most likely token is accepted if it is the verifier's
+(argmax of the last state at j = t+1+k; a token outside the draft vocabulary can only be rejected). Position k+1 is
+reached if position k was accepted and the conversation goes on with that very token, within the same turn.
+
+    conditional acceptance  c_k = accepted at k / reached k, over all chains of the split
+    acceptance length(n)    = 1 + c_0 + c_0 c_1 + ... (n terms)
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftsmith.draft.model import Eagle3Draft
+from draftsmith.draft.rows import Ints, plan_rows, target_positions
+from draftsmith.draft.unroll import Pack, unroll
+from draftsmith.progress import progress
+from draftsmith.store.reader import SamplePlace, Store
+from draftsmith.verifier.head import VerifierHead
+
+
+@dataclass(frozen=True)
+class OfflineAcceptance:
+    """Counts per draft position: chains that reached it, and those accepted there."""
+
+    reached: list[int]
+    accepted: list[int]
+    out_of_vocabulary: int
+
+    @property
+    def conditional(self) -> list[float]:
+        """Conditional acceptance c_k (0 where no chain came that far)."""
+        pairs = zip(self.accepted, self.reached, strict=True)
+        return [accepted / reached if reached else 0.0 for accepted, reached in pairs]
+
+    def acceptance_length(self, draft_length: int) -> float:
+        """Expected tokens per verifier forward with chains of `draft_length`, the bonus token included."""
+        return 1.0 + float(np.cumprod(self.conditional[:draft_length]).sum())
+
+
+@torch.inference_mode()
+def offline_acceptance(
+    store: Store, places: list[SamplePlace], draft: Eagle3Draft, head: VerifierHead, positions: int
+) -> OfflineAcceptance:
+    """Count acceptance over `places` for the draft positions 0 to positions-1."""
+    reached, accepted = np.zeros(positions, np.int64), np.zeros(positions, np.int64)
+    outside = 0
+    with progress("offline", sum(map(len, places)), "tokens") as meter:
+        for place in places:
+            if len(target_positions(place.loss_mask)):
+                verdict = _chains(store, place, draft, head, positions)
+                reached += verdict[0]
+                accepted += verdict[1]
+                outside += verdict[2]
+            meter.advance(len(place))
+    return OfflineAcceptance(reached.tolist(), accepted.tolist(), outside)
+
+
+def _chains(
+    store: Store, place: SamplePlace, draft: Eagle3Draft, head: VerifierHead, positions: int
+) -> tuple[Ints, Ints, int]:
+    """Return reached and accepted counts per position, and the targets outside the draft vocabulary."""
+    plan = plan_rows([place.loss_mask], positions)
+    states = store.read(place).states
+    aux_PA = torch.cat([states[b][plan.prefix].float() for b in store.aux_boundaries], dim=-1)
+    ids_T = torch.from_numpy(place.input_ids.astype(np.int64))
+    device = draft.fc.weight.device
+    step_rows = unroll(draft, Pack(ids_T.to(device), aux_PA.to(device), plan))
+    verifier_J = head.argmax(states[store.last_boundary][plan.targets].to(device)).cpu()
+    goes_on_J = (verifier_J == ids_T[plan.targets + 1]).numpy()
+    chain = np.zeros(len(plan.prefix), bool)  # chains alive at the current position, by starting row
+    reached, accepted = np.zeros(positions, np.int64), np.zeros(positions, np.int64)
+    for k, (step, rows_mH) in enumerate(zip(plan.steps, step_rows, strict=True)):
+        starts = step.rows[step.loss_rows]
+        right = (_greedy(draft, rows_mH) == verifier_J[step.loss_targets]).numpy()
+        alive = np.zeros_like(chain)
+        alive[starts] = chain[starts] if k else True
+        reached[k] = alive.sum()
+        accepted[k] = (alive[starts] & right).sum()
+        chain = np.zeros_like(alive)
+        chain[starts] = alive[starts] & right & goes_on_J[step.loss_targets]
+    outside = int((~draft.t2d.cpu()[verifier_J]).sum())
+    return reached, accepted, outside
+
+
+def _greedy(draft: Eagle3Draft, rows_mH: Tensor) -> Tensor:
+    """Return the draft's most likely tokens [m] as verifier ids."""
+    best = draft.lm_head(rows_mH).argmax(-1)
+    return (best + draft.d2t[best]).cpu()

@@ -1,0 +1,94 @@
+"""evaluate: checkpoint -> acceptance, offline over the validation split and by real decoding of its prompts."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from draftsmith.draft.checkpoint import load_draft
+from draftsmith.draft.model import Eagle3Draft
+from draftsmith.errors import BadInput
+from draftsmith.evaluate.offline import offline_acceptance
+from draftsmith.evaluate.real import decode_prompts
+from draftsmith.files import write_json
+from draftsmith.recipe import EvaluateRecipe, VerifierRecipe
+from draftsmith.store.manifest import StageFolder, read_manifest
+from draftsmith.store.reader import SamplePlace, Store
+from draftsmith.verifier.facts import VerifierFacts
+from draftsmith.verifier.head import read_head
+from draftsmith.verifier.run import choose_device, load_verifier
+from draftsmith.verifier.tokens import end_of_turn_ids, load_tokenizer
+
+RESULT = "evaluation.json"
+
+
+def run_evaluate(
+    folder: StageFolder,
+    checkpoint_folder: Path,
+    store_folder: Path,
+    facts: VerifierFacts,
+    recipe: EvaluateRecipe,
+    verifier_recipe: VerifierRecipe,
+) -> dict[str, Any]:
+    """Measure the last checkpoint's acceptance; write and return the figures."""
+    store = Store(store_folder)
+    held_out = store.split("validation")
+    if not held_out:
+        raise BadInput(f"{store_folder}: no validation split; set prepare.validation_share above 0")
+    device = choose_device(verifier_recipe)
+    draft = load_draft(checkpoint_folder / read_manifest(checkpoint_folder)["counts"]["draft"]).to(device)
+    folder.begin()
+    positions = max(recipe.draft_lengths)
+    offline = offline_acceptance(store, held_out, draft, read_head(facts).to(device), positions)
+    result: dict[str, Any] = {
+        "offline": {
+            "samples": len(held_out),
+            "chains": offline.reached[0],
+            "reached": offline.reached,
+            "accepted": offline.accepted,
+            "conditional_acceptance": [round(share, 4) for share in offline.conditional],
+            "acceptance_length": {
+                str(n): round(offline.acceptance_length(n), 4) for n in range(1, positions + 1)
+            },
+            "targets_outside_draft_vocabulary": offline.out_of_vocabulary,
+        }
+    }
+    if recipe.prompts:
+        result["real"] = _decode(held_out, draft, facts, recipe, verifier_recipe)
+    write_json(folder.path / RESULT, result)
+    folder.finish({"samples": len(held_out), "prompts": recipe.prompts}, [RESULT])
+    return result
+
+
+def _decode(
+    held_out: list[SamplePlace],
+    draft: Eagle3Draft,
+    facts: VerifierFacts,
+    recipe: EvaluateRecipe,
+    verifier_recipe: VerifierRecipe,
+) -> dict[str, Any]:
+    tokenizer = load_tokenizer(facts.folder)
+    end_ids = end_of_turn_ids(facts.folder, tokenizer)
+    verifier = load_verifier(facts, verifier_recipe)
+    spread = np.linspace(0, len(held_out) - 1, min(recipe.prompts, len(held_out))).astype(int)
+    prompts = [(held_out[i].id, _prompt(held_out[i])) for i in spread]
+    results = decode_prompts(verifier, draft, prompts, recipe.max_new_tokens, end_ids, recipe.draft_lengths)
+    fastest = max(results, key=lambda result: float(result["tokens_per_second"]))
+    plain = results[0]["tokens_per_second"]
+    for result in results:
+        result["speed_up"] = round(result["tokens_per_second"] / plain, 3)
+    return {
+        "prompts": len(prompts),
+        "methods": results,
+        "fastest_draft_length": fastest["draft_length"],
+        "lossless": all(
+            difference["rounding_tie"] for result in results for difference in result["differences"]
+        ),
+    }
+
+
+def _prompt(place: SamplePlace) -> list[int]:
+    """Return the tokens before the first one that the verifier wrote."""
+    first = int(np.flatnonzero(place.loss_mask)[0])
+    prompt: list[int] = place.input_ids[:first].tolist()
+    return prompt

@@ -1,0 +1,187 @@
+"""The stages of a recipe in order: what each is made from, which are up to date, and running them.
+
+Each stage writes one folder in `run_dir`: samples/, store/, checkpoint/, evaluation/, head/. `validate` writes its
+record into store/. A stage is up to date if its folder is finished and was made from the same recipe and inputs.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from draftsmith.conversations.run import run_prepare
+from draftsmith.errors import BadInput
+from draftsmith.evaluate.run import RESULT, run_evaluate
+from draftsmith.extract.run import run_extract
+from draftsmith.files import hash_file
+from draftsmith.interop.export import run_export
+from draftsmith.recipe import Recipe
+from draftsmith.store.manifest import StageFolder, content_hash, read_json, read_manifest
+from draftsmith.store.reader import STORE_IDENTITY
+from draftsmith.store.validation import RECORD
+from draftsmith.train.run import run_train
+from draftsmith.validate.run import run_validate
+from draftsmith.verifier.facts import VerifierFacts, read_facts
+from draftsmith.verifier.locate import locate
+
+StageName = Literal["prepare", "extract", "validate", "train", "evaluate", "export"]
+STAGES: tuple[StageName, ...] = ("prepare", "extract", "validate", "train", "evaluate", "export")
+FORMAT = 1
+_IDENTITY = "identity.json"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a stage did: its folder, its result as plain JSON, and whether it was up to date already."""
+
+    stage: StageName
+    folder: Path
+    result: dict[str, Any]
+    up_to_date: bool
+    passed: bool = True
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A recipe's stages. Nothing runs until `run` is called.
+
+    `redo` says what happens to a folder that is there already: "never" refuses one made from something else,
+    "stale" replaces it (and a damaged one), "always" replaces the up-to-date one too.
+    """
+
+    recipe: Recipe
+    redo: Literal["never", "stale", "always"] = "never"
+
+    @cached_property
+    def facts(self) -> VerifierFacts:
+        """The verifier's facts; the first use may convert or download it."""
+        return read_facts(locate(self.recipe.verifier.model))
+
+    @property
+    def _run_dir(self) -> Path:
+        return Path(self.recipe.run_dir)
+
+    @property
+    def samples(self) -> StageFolder:
+        """samples/, made from the input files, the verifier and the recipe."""
+        recipe = self.recipe.prepare
+        for name in recipe.input:
+            if not Path(name).is_file():
+                raise BadInput(f"{name}: no such file (prepare.input)")
+        settings = recipe.model_dump(mode="json", exclude={"input"})
+        inputs = {Path(name).name: hash_file(Path(name)) for name in recipe.input}
+        return self._folder("samples", "prepare", settings, inputs, seed=self.recipe.seed)
+
+    @property
+    def store(self) -> StageFolder:
+        """store/, made from the samples and the verifier."""
+        inputs = {"samples": content_hash(self._run_dir / "samples")}
+        settings = self.recipe.extract.model_dump(mode="json")
+        return self._folder("store", "extract", settings, inputs, identity_name=STORE_IDENTITY)
+
+    @property
+    def checkpoint(self) -> StageFolder:
+        """checkpoint/, made from the store."""
+        inputs = {"store": content_hash(self._run_dir / "store")}
+        settings = self.recipe.train.model_dump(mode="json", exclude={"accept_unvalidated", "checkpoint_steps"})
+        return self._folder("checkpoint", "train", settings, inputs, seed=self.recipe.seed)
+
+    @property
+    def evaluation(self) -> StageFolder:
+        """evaluation/, made from the checkpoint and the store's validation split."""
+        inputs = {name: content_hash(self._run_dir / name) for name in ("checkpoint", "store")}
+        return self._folder("evaluation", "evaluate", self.recipe.evaluate.model_dump(mode="json"), inputs)
+
+    @property
+    def head(self) -> StageFolder:
+        """head/, made from the checkpoint; the evaluation gives the server's draft length."""
+        inputs: dict[str, Any] = {"checkpoint": content_hash(self._run_dir / "checkpoint")}
+        settings = {**self.recipe.export.model_dump(mode="json"), "fastest_draft_length": self._fastest()}
+        return self._folder("head", "export", settings, inputs)
+
+    def run(self, stage: StageName) -> Outcome:
+        """Run one stage, unless it is up to date."""
+        if stage == "validate":
+            return self._validate()
+        folder: StageFolder = getattr(self, _FOLDERS[stage])
+        if self.redo == "always" or (self.redo == "stale" and not folder.is_usable()):
+            folder.remove()
+        if folder.state() == "done":
+            return Outcome(stage, folder.path, self._stored_result(stage, folder), up_to_date=True)
+        return Outcome(stage, folder.path, self._make(stage, folder), up_to_date=False)
+
+    def _make(self, stage: StageName, folder: StageFolder) -> dict[str, Any]:
+        recipe, run_dir = self.recipe, self._run_dir
+        match stage:
+            case "prepare":
+                return run_prepare(folder, self.facts, recipe.prepare, recipe.verifier, recipe.seed)
+            case "extract":
+                return run_extract(folder, run_dir / "samples", self.facts, recipe.extract, recipe.verifier)
+            case "train":
+                return run_train(
+                    folder, run_dir / "store", self.facts, recipe.train, recipe.verifier, recipe.seed
+                )
+            case "evaluate":
+                return run_evaluate(
+                    folder, run_dir / "checkpoint", run_dir / "store", self.facts, recipe.evaluate, recipe.verifier
+                )
+            case "export":
+                return run_export(folder, run_dir / "checkpoint", self.facts, recipe.export, self._fastest())
+            case "validate":
+                raise AssertionError("validate writes no folder of its own")
+
+    def _validate(self) -> Outcome:
+        folder, recipe = self._run_dir / "store", self.recipe.validate_
+        record = read_json(folder / RECORD) if (folder / RECORD).is_file() else None
+        settings = recipe.model_dump(mode="json")
+        if (
+            record is not None
+            and self.redo != "always"
+            and record["passed"]
+            and record["settings"] == settings
+            and record["store"] == content_hash(folder)
+        ):
+            return Outcome("validate", folder, record, up_to_date=True)
+        report = run_validate(folder, self.facts, recipe)
+        return Outcome("validate", folder, report, up_to_date=False, passed=report["passed"])
+
+    def _folder(
+        self,
+        name: str,
+        stage: StageName,
+        settings: dict[str, Any],
+        inputs: dict[str, Any],
+        identity_name: str = _IDENTITY,
+        seed: int | None = None,
+    ) -> StageFolder:
+        made_from = {"format": FORMAT, "stage": stage, stage: settings, "inputs": inputs}
+        made_from["verifier"] = self.facts.identity
+        if seed is not None:
+            made_from["seed"] = seed
+        return StageFolder(self._run_dir / name, identity_name, made_from)
+
+    def _stored_result(self, stage: StageName, folder: StageFolder) -> dict[str, Any]:
+        if stage == "evaluate":
+            return read_json(folder.path / RESULT)
+        counts: dict[str, Any] = read_manifest(folder.path)["counts"]
+        return counts
+
+    def _fastest(self) -> int | None:
+        """The fastest draft length of this checkpoint's evaluation; None if it was not decoded for real."""
+        result = self._run_dir / "evaluation" / RESULT
+        if not result.is_file():
+            return None
+        made_from = read_manifest(result.parent)["made_from"]
+        if made_from["inputs"]["checkpoint"] != content_hash(self._run_dir / "checkpoint"):
+            return None
+        real = read_json(result).get("real")
+        return int(real["fastest_draft_length"]) if real else None
+
+
+_FOLDERS: dict[StageName, str] = {
+    "prepare": "samples",
+    "extract": "store",
+    "train": "checkpoint",
+    "evaluate": "evaluation",
+    "export": "head",
+}

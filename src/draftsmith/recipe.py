@@ -1,0 +1,251 @@
+"""The recipe: one TOML file that says what every stage does. Each default stands here, once.
+
+Unknown keys are refused. Relative paths are relative to the recipe file.
+"""
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from draftsmith.errors import BadInput
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class VerifierRecipe(_Section):
+    """The language model to speed up."""
+
+    model: str = Field(description="'smollm2' (embedded), a Hugging Face folder, or a hub name")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU if there is one")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="auto: float32 on CPU, bfloat16 on GPU"
+    )
+
+
+class PrepareRecipe(_Section):
+    """Rows of conversations or prompts -> samples with loss masks."""
+
+    input: list[str] = Field(description="JSONL files; rows hold `messages` or a `prompt`")
+    answers: Literal["verifier", "keep"] = Field(
+        "verifier", description="who writes the assistant turns: the verifier, or they are kept as they are"
+    )
+    max_new_tokens: int = Field(256, ge=1, description="longest answer the verifier may write")
+    temperature: float = Field(0.0, ge=0.0, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="nucleus of the sampling; 1 is off")
+    batch_size: int = Field(32, ge=1, description="conversations answered at once")
+    unfinished: Literal["keep", "drop"] = Field(
+        "keep", description="answers cut at max_new_tokens: keep without end-of-turn token, or drop"
+    )
+    max_length: int = Field(2048, ge=8, description="longest sample, in tokens; the rest is cut off")
+    malformed: Literal["stop", "drop"] = Field(
+        "stop", description="a line that is not a readable row: stop with its place, or drop and count it"
+    )
+    validation_share: float = Field(
+        0.1, ge=0.0, lt=1.0, description="share of conversations held out, where rows name no `split`"
+    )
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _one_path_is_a_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+
+class ExtractRecipe(_Section):
+    """Samples + verifier -> hidden-state store."""
+
+    aux_boundaries: list[int] = Field(
+        [], description="boundaries whose states feed the draft; empty: [2, N//2, N-3] as vLLM"
+    )
+    batch_tokens: int = Field(2048, ge=1, description="tokens in one forward of the verifier")
+    shard_mib: int = Field(512, ge=1, le=512, description="largest shard, in MiB; a kill loses at most one")
+
+
+class ValidateRecipe(_Section):
+    """Store -> findings."""
+
+    depth: Literal["structure", "values", "meaning"] = Field("meaning", description="how deep to look")
+    positions: int = Field(16384, ge=16, description="positions that the meaning check looks at, spread evenly")
+    min_agreement: float = Field(
+        0.3, ge=0.0, le=1.0, description="least share of next tokens that the last state must predict"
+    )
+
+
+class TrainRecipe(_Section):
+    """Store + draft -> checkpoints."""
+
+    draft_vocab_size: int = Field(8192, ge=2, description="tokens the draft can propose (V_d)")
+    step_weights: list[float] = Field(
+        [1.0, 1.0, 1.0], min_length=1, description="loss weight of each unroll step; its length is K"
+    )
+    norm_before_residual: bool = Field(
+        True, description="the layer's residual stream starts from the normed hidden state"
+    )
+    train_lm_head: bool = Field(True, description="false: keep the verifier's rows")
+    epochs: int = Field(3, ge=1, description="passes over the train split")
+    pack_tokens: int = Field(2048, ge=8, description="tokens packed into one forward")
+    packs_per_step: int = Field(1, ge=1, description="packs per optimizer step (gradient accumulation)")
+    lr: float = Field(1e-3, gt=0.0, description="peak learning rate of AdamW")
+    min_lr_share: float = Field(0.05, ge=0.0, le=1.0, description="the cosine ends at this share of lr")
+    warmup_share: float = Field(0.05, ge=0.0, lt=1.0, description="share of all steps with rising lr")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW moments")
+    weight_decay: float = Field(0.0, ge=0.0, description="AdamW weight decay, on matrices")
+    clip_norm: float = Field(1.0, gt=0.0, description="largest gradient norm")
+    accept_unvalidated: bool = Field(False, description="true: train on a store that validation has not passed")
+    checkpoint_steps: int = Field(100, ge=1, description="optimizer steps between checkpoints")
+
+
+class EvaluateRecipe(_Section):
+    """Checkpoint -> acceptance, offline and by real decoding."""
+
+    prompts: int = Field(8, ge=0, description="held-out prompts decoded for real; 0 leaves it out")
+    max_new_tokens: int = Field(64, ge=2, description="tokens decoded per prompt")
+    draft_lengths: list[int] = Field([1, 2, 3, 4, 5], min_length=1, description="chain lengths to try")
+
+    @field_validator("draft_lengths")
+    @classmethod
+    def _positive(cls, value: list[int]) -> list[int]:
+        if min(value) < 1:
+            raise ValueError("every draft length must be at least 1")
+        return value
+
+
+class ExportRecipe(_Section):
+    """Checkpoint -> a folder that a server loads."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: as the verifier's")
+    verifier_name: str = Field("", description="written as the verifier's name_or_path; empty: verifier.model")
+    speculative_tokens: int = Field(0, ge=0, description="the server's draft length; 0: fastest as evaluated")
+
+
+class Recipe(_Section):
+    """The whole recipe."""
+
+    run_dir: str = Field("run", description="the stages write their folders here")
+    seed: int = Field(0, ge=0, description="seeds sampling of answers, the split, weights and data order")
+    verifier: VerifierRecipe
+    prepare: PrepareRecipe
+    extract: ExtractRecipe = ExtractRecipe()
+    validate_: ValidateRecipe = Field(ValidateRecipe(), alias="validate")
+    train: TrainRecipe = TrainRecipe()
+    evaluate: EvaluateRecipe = EvaluateRecipe()
+    export: ExportRecipe = ExportRecipe()
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> "Recipe":
+        if self.prepare.max_new_tokens >= self.prepare.max_length:
+            raise ValueError("prepare.max_new_tokens must be smaller than prepare.max_length")
+        return self
+
+
+def load_recipe(path: Path, assignments: list[str] | None = None) -> Recipe:
+    """Read a recipe file, apply `--set` assignments, resolve its paths.
+
+    Raises BadInput with every problem found, each on its own line.
+    """
+    if not path.is_file():
+        raise BadInput(f"{path}: no such recipe. Write one with: draftsmith init {path}")
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path}: not valid TOML: {error}") from error
+    for assignment in assignments or []:
+        _assign(values, assignment)
+    try:
+        recipe = Recipe.model_validate(values)
+    except ValidationError as error:
+        problems = "\n".join("  " + _describe(problem) for problem in error.errors())
+        raise BadInput(f"{path}: the recipe cannot be used:\n{problems}") from error
+    return _resolve_paths(recipe, path.resolve().parent)
+
+
+def _assign(values: dict[str, Any], assignment: str) -> None:
+    """Apply one `section.key=value`; the value is TOML, or a plain string."""
+    key, equals, text = assignment.partition("=")
+    if not equals or not key.strip():
+        raise BadInput(f"--set {assignment}: wanted section.key=value, for example train.lr=2e-4")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, name = key.strip().split(".")
+    target: Any = values
+    for section in sections:
+        target = target.setdefault(section, {})
+        if not isinstance(target, dict):
+            raise BadInput(f"--set {assignment}: {section} is not a section of the recipe")
+    target[name] = value
+
+
+def _describe(problem: Any) -> str:
+    """Say what is wrong with one key, and name the nearest known key for an unknown one."""
+    location = [str(part) for part in problem["loc"]]
+    where = ".".join(location) or "recipe"
+    if problem["type"] == "extra_forbidden":
+        known = _keys_of(location[:-1])
+        close = difflib.get_close_matches(location[-1], known, 1)
+        advice = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+        return f"{where}: unknown key; {advice}"
+    if problem["type"] == "missing":
+        return f"{where}: required, but not there"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{where}: {message}" + (f" (found {problem['input']!r})" if location else "")
+
+
+def _keys_of(sections: list[str]) -> list[str]:
+    model: Any = Recipe
+    for section in sections:
+        fields = {field.alias or name: field for name, field in model.model_fields.items()}
+        model = fields[section].annotation
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _resolve_paths(recipe: Recipe, base: Path) -> Recipe:
+    inputs = [str(base / entry) for entry in recipe.prepare.input]
+    model = recipe.verifier.model
+    if model.startswith((".", "~")) or (base / model).is_dir():
+        model = str((base / Path(model).expanduser()).resolve())
+    return recipe.model_copy(
+        update={
+            "run_dir": str(base / recipe.run_dir),
+            "prepare": recipe.prepare.model_copy(update={"input": inputs}),
+            "verifier": recipe.verifier.model_copy(update={"model": model}),
+        }
+    )
+
+
+def commented_recipe(model: str, input_path: str) -> str:
+    """Return a recipe for `model` as TOML, every key with its default and what it means."""
+    given = {("verifier", "model"): model, ("prepare", "input"): [input_path]}
+    lines = ["# A draftsmith recipe: `draftsmith run THIS_FILE` runs every stage in order.", ""]
+    sections = [(field.alias or name, field) for name, field in Recipe.model_fields.items()]
+    for name, field in sections:
+        if not _is_section(field.annotation):
+            lines.append(f"{name} = {_toml(field.default)}  # {field.description}")
+    for name, field in sections:
+        model_class: Any = field.annotation
+        if not _is_section(model_class):
+            continue
+        lines += ["", f"# {model_class.__doc__}", f"[{name}]"]
+        for key, entry in model_class.model_fields.items():
+            value = given.get((name, key), entry.default)
+            lines.append(f"{key} = {_toml(value)}  # {entry.description}")
+    return "\n".join(lines) + "\n"
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, _Section)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    return str(value)

@@ -1,0 +1,63 @@
+"""Packs of samples, read from the store ahead of the training step."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftsmith.draft.rows import plan_rows
+from draftsmith.draft.unroll import Pack
+from draftsmith.store.reader import SamplePlace, Store
+
+READ_AHEAD = 2
+
+
+@dataclass(frozen=True)
+class TrainingPack:
+    """A pack, the last states [J, H] at its targets, and the samples it is made of."""
+
+    pack: Pack
+    target_JH: Tensor
+    samples: list[str]
+    tokens: int
+
+
+def load_pack(store: Store, places: list[SamplePlace], steps: int, device: torch.device) -> TrainingPack:
+    """Read some samples and lay them end to end, with the rows planned for `steps` unroll steps."""
+    plan = plan_rows([place.loss_mask for place in places], steps)
+    stored = [store.read(place) for place in places]
+    starts = np.cumsum([0] + [len(place) for place in places])
+    aux, targets = [], []
+    for sample, start, end in zip(stored, starts, starts[1:], strict=False):
+        rows = plan.prefix[(plan.prefix >= start) & (plan.prefix < end)] - start
+        aims = plan.targets[(plan.targets >= start) & (plan.targets < end)] - start
+        aux.append(torch.cat([sample.states[b][rows].float() for b in store.aux_boundaries], dim=-1))
+        targets.append(sample.states[store.last_boundary][aims])
+    ids = torch.from_numpy(np.concatenate([place.input_ids for place in places]).astype(np.int64))
+    return TrainingPack(
+        Pack(ids.to(device), torch.cat(aux).to(device), plan),
+        torch.cat(targets).to(device),
+        [place.id for place in places],
+        int(starts[-1]),
+    )
+
+
+def load_ahead(
+    store: Store, places: list[SamplePlace], steps: list[list[list[int]]], unroll_steps: int, device: torch.device
+) -> Iterator[list[TrainingPack]]:
+    """Yield the packs of each step; a thread reads the next ones meanwhile."""
+
+    def load(step: list[list[int]]) -> list[TrainingPack]:
+        return [load_pack(store, [places[i] for i in members], unroll_steps, device) for members in step]
+
+    with ThreadPoolExecutor(1) as reader:
+        pending: list[Future[list[TrainingPack]]] = []
+        for step in steps:
+            pending.append(reader.submit(load, step))
+            if len(pending) > READ_AHEAD:
+                yield pending.pop(0).result()
+        for future in pending:
+            yield future.result()

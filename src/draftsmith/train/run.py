@@ -1,0 +1,243 @@
+"""train: store + draft -> checkpoints.
+
+Writes metrics.jsonl (a line per optimizer step) and the last checkpoint; the manifest names it.
+"""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from draftsmith.draft.config import derive_config
+from draftsmith.draft.loss import unroll_loss
+from draftsmith.draft.model import Eagle3Draft, new_draft
+from draftsmith.draft.rows import target_positions
+from draftsmith.draft.unroll import unroll
+from draftsmith.draft.vocabulary import choose_vocabulary, count_supervised
+from draftsmith.errors import BadInput, DraftsmithError
+from draftsmith.progress import progress
+from draftsmith.recipe import TrainRecipe, VerifierRecipe
+from draftsmith.store.manifest import StageFolder
+from draftsmith.store.reader import SamplePlace, Store
+from draftsmith.store.validation import require_passed
+from draftsmith.train.checkpoints import (
+    latest_checkpoint,
+    restore,
+    save_checkpoint,
+    step_folder,
+    trained_parameters,
+)
+from draftsmith.train.data import TrainingPack, load_ahead
+from draftsmith.train.order import epoch_steps
+from draftsmith.train.schedule import learning_rate
+from draftsmith.verifier.facts import VerifierFacts
+from draftsmith.verifier.head import VerifierHead, read_embedding, read_head
+from draftsmith.verifier.locate import public_name
+from draftsmith.verifier.run import choose_device
+from draftsmith.verifier.tokens import end_of_turn_ids, load_tokenizer, special_ids
+
+METRICS = "metrics.jsonl"
+
+
+def run_train(
+    folder: StageFolder,
+    store_folder: Path,
+    facts: VerifierFacts,
+    recipe: TrainRecipe,
+    verifier_recipe: VerifierRecipe,
+    seed: int,
+) -> dict[str, Any]:
+    """Train a draft on the store's train split; go on from the last checkpoint. Returns the counts."""
+    if not recipe.accept_unvalidated:
+        require_passed(store_folder)
+    store = Store(store_folder)
+    if store.verifier_identity != facts.identity:
+        raise BadInput(f"{store_folder}: made with another verifier than {facts.folder}; run extract again")
+    places = [place for place in store.split("train") if len(target_positions(place.loss_mask))]
+    if not places:
+        raise BadInput(f"{store_folder}: no sample of the train split has a supervised token to learn from")
+    lengths = [len(place) for place in places]
+    epochs = [
+        epoch_steps(lengths, recipe.pack_tokens, recipe.packs_per_step, seed, epoch)
+        for epoch in range(recipe.epochs)
+    ]
+    device = choose_device(verifier_recipe)
+    draft, head, vocabulary_coverage = _start(store, places, facts, recipe, verifier_recipe, seed)
+    draft, head = draft.to(device), head.to(device)
+    optimizer = make_optimizer(draft, recipe)
+
+    folder.begin()
+    checkpoint = latest_checkpoint(folder.path)
+    done = 0
+    if checkpoint is not None:
+        restore(checkpoint[0], draft, optimizer, checkpoint[1])
+        done = checkpoint[1]
+    steps = [step for epoch in epochs for step in epoch]
+    epoch_of = [number for number, epoch in enumerate(epochs) for _ in epoch]
+    last = _train(folder.path, store, places, steps, epoch_of, done, draft, head, optimizer, recipe, device)
+    counts = {
+        "steps": len(steps),
+        "epochs": recipe.epochs,
+        "samples": len(places),
+        "samples_without_target": len(store.split("train")) - len(places),
+        "tokens_per_epoch": sum(lengths),
+        "targets_per_epoch": sum(len(target_positions(place.loss_mask)) for place in places),
+        "pack_fill": round(sum(lengths) * recipe.epochs / (recipe.pack_tokens * sum(map(len, steps))), 4),
+        "draft_vocab_size": len(draft.vocabulary),
+        "vocabulary_coverage": vocabulary_coverage,
+        "trained_parameters": sum(p.numel() for _, p in trained_parameters(draft)),
+        "final_loss": last["loss"] if last else None,
+        "draft": f"{step_folder(folder.path, len(steps)).name}/draft",
+    }
+    files = [str(p.relative_to(folder.path)) for p in step_folder(folder.path, len(steps)).rglob("*.*")]
+    folder.finish(counts, [name for name in files if (folder.path / name).is_file()])
+    return counts
+
+
+def make_optimizer(draft: Eagle3Draft, recipe: TrainRecipe) -> torch.optim.AdamW:
+    """Return AdamW with weight decay on matrices only."""
+    parameters = [p for _, p in trained_parameters(draft)]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": recipe.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, fused=True)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step computed: the loss and, per unroll step, mean KL and agreement over its rows."""
+
+    loss: float
+    kl: list[float]
+    agreement: list[float]
+    grad_norm: float
+
+
+def optimizer_step(
+    draft: Eagle3Draft,
+    head_D: VerifierHead,
+    packs: list[TrainingPack],
+    optimizer: torch.optim.Optimizer,
+    step_weights: list[float],
+    clip_norm: float,
+) -> StepResult:
+    """Make one optimizer step on `packs`; `head_D` is the verifier's head on the draft vocabulary.
+
+    Raises DraftsmithError, before any parameter changes, if loss or gradient is not finite.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    targets = sum(len(pack.target_JH) for pack in packs)
+    loss = 0.0
+    totals = torch.zeros(3, len(step_weights), dtype=torch.float64)
+    for pack in packs:
+        step_rows = unroll(draft, pack.pack)
+        pack_loss, sums = unroll_loss(
+            step_rows, draft.lm_head.weight, pack.target_JH, head_D, pack.pack.plan, step_weights, targets
+        )
+        pack_loss.backward()
+        loss += pack_loss.item()
+        totals += torch.stack([sums.kl, sums.agreeing, sums.rows])
+    norm = nn.utils.clip_grad_norm_([p for _, p in trained_parameters(draft)], clip_norm).item()
+    if not torch.isfinite(torch.tensor([loss, norm])).all():
+        names = [name for pack in packs for name in pack.samples]
+        raise DraftsmithError(
+            f"loss {loss} or gradient norm {norm} is not finite; stopped before the step. Samples: "
+            f"{', '.join(names[:20])}{' ...' if len(names) > 20 else ''}. Validate the store at depth values, or "
+            "lower train.lr."
+        )
+    optimizer.step()
+    kl, agreement = (totals[:2] / totals[2].clamp(min=1)).tolist()
+    return StepResult(loss, kl, agreement, norm)
+
+
+def _train(
+    folder: Path,
+    store: Store,
+    places: list[SamplePlace],
+    steps: list[list[list[int]]],
+    epoch_of: list[int],
+    done: int,
+    draft: Eagle3Draft,
+    head: VerifierHead,
+    optimizer: torch.optim.Optimizer,
+    recipe: TrainRecipe,
+    device: torch.device,
+) -> dict[str, Any] | None:
+    """Run the steps from `done` on; return the last line of the metrics."""
+    head_D = head.rows(draft.vocabulary.token_ids)
+    metrics = _keep_first_lines(folder / METRICS, done)
+    last = json.loads(metrics[-1]) if metrics else None
+    tokens = [sum(len(places[i]) for pack in step for i in pack) for step in steps]
+    batches = load_ahead(store, places, steps[done:], len(recipe.step_weights), device)
+    with (
+        (folder / METRICS).open("a", encoding="utf-8") as log,
+        progress("train", sum(tokens), "tokens", sum(tokens[:done])) as meter,
+    ):
+        for number, packs in enumerate(batches, done):
+            began = time.perf_counter()
+            lr = learning_rate(number, len(steps), recipe.lr, recipe.warmup_share, recipe.min_lr_share)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            result = optimizer_step(draft, head_D, packs, optimizer, recipe.step_weights, recipe.clip_norm)
+            last = _metrics_line(number + 1, epoch_of[number], lr, result, packs, time.perf_counter() - began)
+            log.write(json.dumps(last) + "\n")
+            log.flush()
+            meter.advance(tokens[number], f"loss {result.loss:.3f}")
+            if (number + 1) % recipe.checkpoint_steps == 0 or number + 1 == len(steps):
+                save_checkpoint(folder, draft, optimizer, number + 1)
+    return last
+
+
+def _metrics_line(
+    step: int, epoch: int, lr: float, result: StepResult, packs: list[TrainingPack], seconds: float
+) -> dict[str, Any]:
+    tokens = sum(pack.tokens for pack in packs)
+    return {
+        "step": step,
+        "epoch": epoch,
+        "loss": result.loss,
+        "kl": result.kl,
+        "agreement": result.agreement,
+        "lr": lr,
+        "grad_norm": result.grad_norm,
+        "tokens": tokens,
+        "targets": sum(len(pack.target_JH) for pack in packs),
+        "tokens_per_second": round(tokens / seconds, 1),
+    }
+
+
+def _keep_first_lines(path: Path, count: int) -> list[str]:
+    """Cut the metrics back to the checkpoint that training goes on from."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)[:count] if path.is_file() else []
+    path.write_text("".join(lines), encoding="utf-8")
+    return lines
+
+
+def _start(
+    store: Store,
+    places: list[SamplePlace],
+    facts: VerifierFacts,
+    recipe: TrainRecipe,
+    verifier_recipe: VerifierRecipe,
+    seed: int,
+) -> tuple[Eagle3Draft, VerifierHead, float]:
+    """Return the untrained draft, the verifier's head, and the share of supervised tokens that V_d covers."""
+    counts = count_supervised(((p.input_ids, p.loss_mask) for p in places), facts.vocab_size)
+    tokenizer = load_tokenizer(facts.folder)
+    keep = sorted({*special_ids(tokenizer), *end_of_turn_ids(facts.folder, tokenizer)})
+    vocabulary = choose_vocabulary(counts, recipe.draft_vocab_size, keep)
+    config = derive_config(
+        facts, len(vocabulary), store.aux_boundaries, recipe.norm_before_residual, public_name(verifier_recipe.model)
+    )
+    head = read_head(facts)
+    draft = new_draft(
+        config, vocabulary, read_embedding(facts), head.lm_head_VH[vocabulary.token_ids], seed
+    )
+    draft.lm_head.weight.requires_grad_(recipe.train_lm_head)
+    covered = int(counts[vocabulary.token_ids.numpy()].sum()) / int(counts.sum())
+    return draft, head, round(covered, 6)

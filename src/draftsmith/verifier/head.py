@@ -1,0 +1,127 @@
+"""The verifier's final norm, lm_head and embedding, read without loading the model.
+
+Shapes: state_NH (boundary N, before the norm), logits_NV. V is the verifier's vocabulary, H its width.
+"""
+
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from draftsmith.errors import BadInput
+from draftsmith.verifier.facts import VerifierFacts
+
+_LAYER_NUMBER = re.compile(r"\.\d+\.")
+
+
+@dataclass(frozen=True)
+class VerifierHead:
+    """Final norm and lm_head in float32: the map from the last state to the target distribution."""
+
+    norm_H: Tensor
+    lm_head_VH: Tensor
+    eps: float
+    logit_scale: float
+    logit_softcap: float | None
+
+    def normed(self, state_NH: Tensor) -> Tensor:
+        """Apply the final RMSNorm in float32 (weights of the (1+w) family already hold 1+w)."""
+        state_NH = state_NH.float()
+        return state_NH * torch.rsqrt(state_NH.pow(2).mean(-1, keepdim=True) + self.eps) * self.norm_H
+
+    def logits_of_normed(self, normed_NH: Tensor) -> Tensor:
+        """Return the logits of states that went through the norm already."""
+        logits_NV = normed_NH @ self.lm_head_VH.T
+        if self.logit_scale != 1.0:
+            logits_NV = logits_NV * self.logit_scale
+        if self.logit_softcap is not None:
+            logits_NV = torch.tanh(logits_NV / self.logit_softcap) * self.logit_softcap
+        return logits_NV
+
+    def logits(self, state_NH: Tensor) -> Tensor:
+        """Return the verifier's logits [N, V] for states of boundary N."""
+        return self.logits_of_normed(self.normed(state_NH))
+
+    def argmax(self, state_NH: Tensor, chunk: int = 512, normed: bool = False) -> Tensor:
+        """Return the verifier's greedy next tokens [N], int64, computed `chunk` positions at a time.
+
+        `normed` says that the states went through the final norm already.
+        """
+        logits = self.logits_of_normed if normed else self.logits
+        pieces = [logits(piece.float()).argmax(-1) for piece in state_NH.split(chunk)]
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.long)
+
+    def rows(self, token_ids: Tensor) -> "VerifierHead":
+        """Return the head restricted to some tokens: logits [N, len(token_ids)]."""
+        return replace(self, lm_head_VH=self.lm_head_VH[token_ids])
+
+    def to(self, device: torch.device) -> "VerifierHead":
+        """Return the head on a device."""
+        return replace(self, norm_H=self.norm_H.to(device), lm_head_VH=self.lm_head_VH.to(device))
+
+
+def read_head(facts: VerifierFacts) -> VerifierHead:
+    """Read final norm and lm_head (the embedding, if tied) of the verifier as float32."""
+    names = _weight_files(facts.folder)
+    norm_H = _read(facts.folder, names, _final_norm_name(facts.folder, names)).float()
+    if facts.norm_adds_one:
+        norm_H = norm_H + 1.0
+    head_name = _name_ending(names, "lm_head.weight") or _name_ending(names, "embed_tokens.weight")
+    if head_name is None or (head_name.endswith("embed_tokens.weight") and not facts.tied_head):
+        raise BadInput(f"{facts.folder}: no lm_head.weight, and the config does not tie it to the embedding")
+    lm_head_VH = _read(facts.folder, names, head_name).float()
+    if lm_head_VH.shape[1] != facts.hidden_size or norm_H.shape != (facts.hidden_size,):
+        raise BadInput(
+            f"{facts.folder}: lm_head {tuple(lm_head_VH.shape)} and norm {tuple(norm_H.shape)} do not fit "
+            f"hidden_size {facts.hidden_size} of config.json"
+        )
+    return VerifierHead(norm_H, lm_head_VH, facts.norm_eps, facts.logit_scale, facts.logit_softcap)
+
+
+def read_embedding(facts: VerifierFacts) -> Tensor:
+    """Read the verifier's embedding [V, H] in the dtype it is stored in."""
+    names = _weight_files(facts.folder)
+    name = _name_ending(names, "embed_tokens.weight")
+    if name is None:
+        raise BadInput(f"{facts.folder}: no tensor named embed_tokens.weight")
+    return _read(facts.folder, names, name)
+
+
+def _weight_files(folder: Path) -> dict[str, str]:
+    """Return tensor name -> file name for the safetensors weights of a model folder."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return dict.fromkeys(file.keys(), "model.safetensors")
+
+
+def _read(folder: Path, names: dict[str, str], name: str) -> Tensor:
+    try:
+        with safe_open(folder / names[name], "pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise BadInput(f"{folder / names[name]}: cannot read {name}: {error}") from error
+    return tensor
+
+
+def _name_ending(names: dict[str, str], ending: str) -> str | None:
+    """Return the shortest tensor name with this ending: the language model's own."""
+    found = [name for name in names if name == ending or name.endswith("." + ending)]
+    return min(found, key=len) if found else None
+
+
+def _final_norm_name(folder: Path, names: dict[str, str]) -> str:
+    endings = ("norm.weight", "final_layernorm.weight", "norm_f.weight")
+    outside_layers = {n: f for n, f in names.items() if not _LAYER_NUMBER.search(n) and "vis" not in n}
+    for ending in endings:
+        name = _name_ending(outside_layers, ending)
+        if name is not None:
+            if name.replace(".weight", ".bias") in names:
+                raise BadInput(f"{folder}: the final norm {name} has a bias; only RMSNorm verifiers are supported")
+            return name
+    raise BadInput(f"{folder}: no final norm among its tensors (looked for {', '.join(endings)})")

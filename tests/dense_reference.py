@@ -1,0 +1,88 @@
+"""The slow, plain training step: one sample at a time, every row, every step, full logits, textbook formulas.
+
+It shares no code with draftsmith.draft but the parameters: norms, rope, attention and loss are written out.
+"""
+
+import torch
+from torch import Tensor
+
+from draftsmith.draft.model import Eagle3Draft
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+
+def rope(x_Thd: Tensor, positions_T: Tensor, theta: float) -> Tensor:
+    half = x_Thd.shape[-1] // 2
+    frequency = theta ** (-torch.arange(half, dtype=x_Thd.dtype) / half)
+    angle = (positions_T[:, None].to(x_Thd.dtype) * frequency)[:, None, :]
+    first, second = x_Thd[..., :half], x_Thd[..., half:]
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def dense_logits(draft: Eagle3Draft, ids_T: Tensor, aux_TA: Tensor, steps: int) -> list[Tensor]:
+    """Draft logits [T-1, D] of each step for every row t = 0 .. T-2; tokens past the end count as token 0."""
+    p = dict(draft.named_parameters())
+    layer = draft.config.layer
+    eps, theta = layer.rms_norm_eps, layer.rope_parameters["rope_theta"]
+    heads, groups, width = layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim
+    rows = len(ids_T) - 1
+    hidden = aux_TA[:rows] @ p["fc.weight"].T
+    later = torch.arange(rows)[None, :] > torch.arange(rows)[:, None]
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    logits = []
+    for k in range(steps):
+        tokens = torch.tensor([int(ids_T[t + 1 + k]) if t + 1 + k < len(ids_T) else 0 for t in range(rows)])
+        embedded = draft.embed_tokens.weight[tokens]
+        normed = rms_norm(hidden, p["layers.0.hidden_norm.weight"], eps)
+        residual = normed if draft.config.norm_before_residual else hidden
+        x = torch.cat([rms_norm(embedded, p["layers.0.input_layernorm.weight"], eps), normed], -1)
+        q = (x @ p["layers.0.self_attn.q_proj.weight"].T).view(rows, heads, width)
+        key = (x @ p["layers.0.self_attn.k_proj.weight"].T).view(rows, groups, width)
+        value = (x @ p["layers.0.self_attn.v_proj.weight"].T).view(rows, groups, width)
+        positions = torch.arange(rows) + k
+        q, key = rope(q, positions, theta), rope(key, positions, theta)
+        keys.append(key.repeat_interleave(heads // groups, 1))
+        values.append(value.repeat_interleave(heads // groups, 1))
+        scores = torch.einsum("thd,shd->hts", q, keys[0]).masked_fill(later, -torch.inf)
+        own = [torch.einsum("thd,thd->ht", q, keys[i])[..., None] for i in range(1, k + 1)]
+        weights = (torch.cat([scores, *own], -1) / width**0.5).softmax(-1)
+        out = torch.einsum("hts,shd->thd", weights[..., :rows], values[0])
+        for i in range(1, k + 1):
+            out = out + weights[..., rows + i - 1].T[..., None] * values[i]
+        hidden = residual + out.reshape(rows, -1) @ p["layers.0.self_attn.o_proj.weight"].T
+        y = rms_norm(hidden, p["layers.0.post_attention_layernorm.weight"], eps)
+        gate, up = y @ p["layers.0.mlp.gate_proj.weight"].T, y @ p["layers.0.mlp.up_proj.weight"].T
+        hidden = hidden + (gate * gate.sigmoid() * up) @ p["layers.0.mlp.down_proj.weight"].T
+        logits.append(rms_norm(hidden, p["norm.weight"], eps) @ p["lm_head.weight"].T)
+    return logits
+
+
+def dense_loss(
+    draft: Eagle3Draft,
+    samples: list[tuple[Tensor, Tensor, Tensor, Tensor]],
+    norm_H: Tensor,
+    lm_head_VH: Tensor,
+    eps: float,
+    step_weights: list[float],
+) -> Tensor:
+    """Loss over samples (ids [T], mask [T], aux [T, A*H], last [T, H])."""
+    draft_ids = draft.vocabulary.token_ids
+    supervised = 0
+    total = torch.zeros((), dtype=lm_head_VH.dtype)
+    for ids, mask, aux, last in samples:
+        logits = dense_logits(draft, ids, aux, len(step_weights))
+        target = (rms_norm(last, norm_H, eps) @ lm_head_VH.T)[:, draft_ids].softmax(-1)
+        for j in range(1, len(ids) - 1):
+            if not (mask[j] and mask[j + 1]):
+                continue
+            supervised += 1
+            for k, weight in enumerate(step_weights):
+                row = j - 1 - k
+                if row >= 0:
+                    log_p = logits[k][row].log_softmax(-1)
+                    total = total + weight * (target[j] * (target[j].log() - log_p)).sum()
+    return total / supervised

@@ -1,0 +1,170 @@
+"""The training step against the dense reference: same loss, same gradients, nothing leaks between samples."""
+
+import numpy as np
+import pytest
+import torch
+from dense_reference import dense_loss
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small import SampleTensors, make_pack, small_draft, small_head, small_sample
+
+from draftsmith.draft.attention import attend, plan_blocks
+from draftsmith.draft.loss import unroll_loss
+from draftsmith.draft.model import Eagle3Draft
+from draftsmith.draft.rows import plan_rows, target_positions
+from draftsmith.draft.unroll import unroll
+
+MASKS = {
+    "full": [[1] * 17],
+    "half": [[0] * 9 + [1] * 9],
+    "sparse": [[0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 0]],
+    "empty at the start": [[0] * 14 + [1, 1, 1]],
+    "supervised from the first token": [[1, 1, 1, 0, 0, 0]],
+    "several packed": [[0, 0, 1, 1, 1, 1], [1] * 9, [0] * 12 + [1, 1], [0, 1, 1, 0, 1, 1, 1]],
+    "one without targets among others": [[0, 0, 1, 1, 1], [0, 0, 0, 1], [0, 1, 1, 1, 1, 1]],
+}
+
+
+def step_loss(
+    draft: Eagle3Draft, samples: list[SampleTensors], weights: list[float], chunk: int | None = None
+) -> torch.Tensor:
+    pack, last = make_pack(samples, len(weights))
+    head = small_head().rows(draft.vocabulary.token_ids)
+    loss, _ = unroll_loss(
+        unroll(draft, pack), draft.lm_head.weight, last, head, pack.plan, weights, len(last), chunk
+    )
+    return loss
+
+
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    found, wanted = found.detach(), wanted.detach()
+    return float((found - wanted).norm() / wanted.norm().clamp(min=1e-12))
+
+
+@pytest.mark.parametrize("norm_before_residual", [True, False])
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 1.0, 1.0], [1.0, 0.8, 0.64, 0.512, 0.41, 0.33, 0.26]])
+@pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS.keys())
+def test_loss_and_gradients_equal_the_dense_reference(
+    masks: list[list[int]], weights: list[float], norm_before_residual: bool
+) -> None:
+    samples = [small_sample(mask, seed) for seed, mask in enumerate(masks)]
+    draft = small_draft(norm_before_residual=norm_before_residual)
+    head = small_head()
+    loss = step_loss(draft, samples, weights, chunk=5)
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in draft.named_parameters() if p.grad is not None}
+    draft.zero_grad()
+    reference = dense_loss(draft, samples, head.norm_H, head.lm_head_VH, head.eps, weights)
+    reference.backward()
+    wanted = {name: p.grad for name, p in draft.named_parameters() if p.grad is not None}
+
+    assert relative_error(loss.detach(), reference.detach()) < 1e-5
+    assert found.keys() == wanted.keys()
+    assert len(found) == 13  # every parameter but the frozen embedding
+    errors = {name: relative_error(found[name], wanted[name]) for name in wanted}
+    assert max(errors.values()) < 1e-5, errors
+
+
+def test_the_reference_notices_a_wrong_shift() -> None:
+    """The comparison can fail: one token exchanged in the data changes the loss far beyond the tolerance."""
+    samples = [small_sample([0, 0, 1, 1, 1, 1, 1, 1], 3)]
+    draft, head = small_draft(), small_head()
+    ids, mask, aux, last = samples[0]
+    shifted = [(ids.roll(1), mask, aux, last)]
+    reference = dense_loss(draft, samples, head.norm_H, head.lm_head_VH, head.eps, [1.0, 1.0])
+    assert relative_error(step_loss(draft, shifted, [1.0, 1.0]), reference) > 1e-3
+
+
+def test_a_sample_never_changes_its_neighbours_loss() -> None:
+    draft = small_draft()
+    first, second = small_sample([0, 0, 1, 1, 1, 1], 1), small_sample([0, 1, 1, 1, 1, 0], 2)
+    other = small_sample([0, 1, 1, 1, 1, 0], 9)
+    pack, last = make_pack([first, second], 3)
+    changed, _ = make_pack([first, other], 3)
+    rows, rows_changed = unroll(draft, pack), unroll(draft, changed)
+    for step, (a, b) in enumerate(zip(rows, rows_changed, strict=True)):
+        of_first = pack.plan.steps[step].loss_targets < len(target_positions(first[1].numpy()))
+        assert torch.equal(a[of_first], b[of_first])
+        assert not torch.equal(a[~of_first], b[~of_first])
+    assert len(last) == 3 + 3
+
+
+def test_loss_of_a_pack_is_the_target_weighted_mean_of_its_samples() -> None:
+    draft, weights = small_draft(), [1.0, 0.5]
+    samples = [small_sample([0, 0, 1, 1, 1, 1], 1), small_sample([0, 1, 1], 2)]
+    apart = [step_loss(draft, [sample], weights).item() for sample in samples]
+    together = step_loss(draft, samples, weights).item()
+    assert together == pytest.approx((3 * apart[0] + 1 * apart[1]) / 4, rel=1e-5)
+
+
+def test_frozen_head_gets_no_gradient_and_the_same_hidden_gradients() -> None:
+    samples = [small_sample([0, 0, 1, 1, 1, 1, 1], 1)]
+    draft = small_draft()
+    step_loss(draft, samples, [1.0, 1.0]).backward()
+    wanted = draft.fc.weight.grad.clone()
+    draft.zero_grad(set_to_none=True)
+    draft.lm_head.weight.requires_grad_(False)
+    step_loss(draft, samples, [1.0, 1.0]).backward()
+    assert draft.lm_head.weight.grad is None
+    assert torch.equal(draft.fc.weight.grad, wanted)
+
+
+def test_rows_of_the_drawn_example() -> None:
+    """The example in draft/rows.py, by hand."""
+    plan = plan_rows([np.array([0, 0, 1, 1, 1], np.uint8)], 2)
+    assert plan.targets.tolist() == [2, 3]
+    assert plan.prefix.tolist() == [0, 1, 2]
+    assert [step.rows.tolist() for step in plan.steps] == [[0, 1, 2], [0, 1]]
+    assert [step.loss_rows.tolist() for step in plan.steps] == [[1, 2], [0, 1]]
+    assert [step.loss_targets.tolist() for step in plan.steps] == [[0, 1], [0, 1]]
+
+
+def test_rows_of_two_packed_samples() -> None:
+    """Sample one has 4 tokens and target 2; sample two begins at 4: its target 1 allows step 0 only."""
+    plan = plan_rows([np.array([0, 0, 1, 1], np.uint8), np.array([0, 1, 1], np.uint8)], 2)
+    assert plan.targets.tolist() == [2, 5]
+    assert plan.prefix.tolist() == [0, 1, 4]
+    assert plan.position.tolist() == [0, 1, 0]
+    assert plan.first.tolist() == [0, 0, 2]
+    assert [step.rows.tolist() for step in plan.steps] == [[0, 1, 2], [0]]
+    assert [step.loss_targets.tolist() for step in plan.steps] == [[0, 1], [0]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    masks=st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=12), min_size=1, max_size=4),
+    steps=st.integers(1, 4),
+)
+def test_row_plan_is_what_brute_force_says(masks: list[list[int]], steps: int) -> None:
+    plan = plan_rows([np.array(mask, np.uint8) for mask in masks], steps)
+    offset, targets, active = 0, [], [set() for _ in range(steps)]
+    for mask in masks:
+        for j in range(1, len(mask) - 1):
+            if mask[j] and mask[j + 1]:
+                targets.append(offset + j)
+                for k in range(steps):
+                    if j - 1 - k >= 0:
+                        for earlier in range(k + 1):
+                            active[earlier].add(offset + j - 1 - k)
+        offset += len(mask)
+    assert plan.targets.tolist() == targets
+    for k, (step, rows) in enumerate(zip(plan.steps, active, strict=True)):
+        assert plan.prefix[step.rows].tolist() == sorted(rows)
+        aimed = plan.targets[step.loss_targets]
+        assert (plan.prefix[step.rows[step.loss_rows]] + 1 + k).tolist() == aimed.tolist()
+
+
+def test_attention_gradients_by_finite_differences() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
+
+    first = np.array([0, 0, 0, 3, 3, 3, 3])
+    rows = np.array([1, 2, 3, 5, 6])
+    blocks = plan_blocks(rows, first, torch.device("cpu"), block_rows=2)
+    assert [(b.row_start, b.row_end, b.key_start, b.key_end) for b in blocks] == [
+        (0, 2, 0, 3), (2, 4, 3, 6), (4, 5, 3, 7),
+    ]  # fmt: skip
+    inputs = (random(5, 4, 3), random(7, 2, 3), random(7, 2, 3), random(5, 2, 2, 3), random(5, 2, 2, 3))
+    assert torch.autograd.gradcheck(lambda *x: attend(*x, blocks), inputs)
