@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 import torch
-from dense_reference import dense_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small import SampleTensors, make_pack, small_draft, small_head, small_sample
 
+from dense_reference import dense_loss
 from draftsmith.draft.attention import attend, plan_blocks
 from draftsmith.draft.loss import unroll_loss
 from draftsmith.draft.model import Eagle3Draft
 from draftsmith.draft.rows import plan_rows, target_positions
 from draftsmith.draft.unroll import unroll
+from small import SampleTensors, make_pack, small_draft, small_head, small_sample
 
 MASKS = {
     "full": [[1] * 17],
@@ -30,9 +30,7 @@ def step_loss(
 ) -> torch.Tensor:
     pack, last = make_pack(samples, len(weights))
     head = small_head().rows(draft.vocabulary.token_ids)
-    loss, _ = unroll_loss(
-        unroll(draft, pack), draft.lm_head.weight, last, head, pack.plan, weights, len(last), chunk
-    )
+    loss, _ = unroll_loss(unroll(draft, pack), draft.lm_head.weight, last, head, pack.plan, weights, len(last), chunk)
     return loss
 
 

@@ -118,12 +118,15 @@ class Pipeline:
             case "extract":
                 return run_extract(folder, run_dir / "samples", self.facts, recipe.extract, recipe.verifier)
             case "train":
-                return run_train(
-                    folder, run_dir / "store", self.facts, recipe.train, recipe.verifier, recipe.seed
-                )
+                return run_train(folder, run_dir / "store", self.facts, recipe.train, recipe.verifier, recipe.seed)
             case "evaluate":
                 return run_evaluate(
-                    folder, run_dir / "checkpoint", run_dir / "store", self.facts, recipe.evaluate, recipe.verifier
+                    folder,
+                    run_dir / "checkpoint",
+                    run_dir / "store",
+                    self.facts,
+                    recipe.evaluate,
+                    recipe.verifier,
                 )
             case "export":
                 return run_export(folder, run_dir / "checkpoint", self.facts, recipe.export, self._fastest())

@@ -21,7 +21,7 @@ class _Rate(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         """Return the rate as text; nothing before the first report."""
-        done, elapsed = task.completed - task.fields["start"], task.elapsed or 0.0
+        done, elapsed = task.completed - task.fields["begun_at"], task.elapsed or 0.0
         return Text(f"{done / elapsed:,.0f} {self._unit}/s" if done and elapsed else "")
 
 
@@ -44,7 +44,7 @@ class Meter:
                 TextColumn("{task.fields[note]}"),
                 console=console,
             )
-            self._task = self._bar.add_task(label, total=total, completed=start, note="", start=start)
+            self._task = self._bar.add_task(label, total=total, completed=start, note="", begun_at=start)
             self._bar.start()
 
     def advance(self, units: int, note: str = "") -> None:

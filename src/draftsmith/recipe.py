@@ -22,9 +22,7 @@ class VerifierRecipe(_Section):
 
     model: str = Field(description="'smollm2' (embedded), a Hugging Face folder, or a hub name")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU if there is one")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="auto: float32 on CPU, bfloat16 on GPU"
-    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: float32 on CPU, bfloat16 on GPU")
 
 
 class PrepareRecipe(_Section):

@@ -31,10 +31,8 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),  # noqa: ARG001
-    version: bool = typer.Option(  # noqa: ARG001
-        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
-    ),
+    debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
 ) -> None:
     """Train EAGLE-3 draft heads for speculative decoding; every intermediate file is checked."""
 

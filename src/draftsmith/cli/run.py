@@ -8,9 +8,7 @@ import typer
 from draftsmith.cli.common import Assignments, RecipePath
 from draftsmith.cli.stages import open_pipeline
 
-RedoStale = Annotated[
-    bool, typer.Option("--redo", help="Replace what was made from another recipe or other inputs.")
-]
+RedoStale = Annotated[bool, typer.Option("--redo", help="Replace what was made from another recipe or other inputs.")]
 
 
 def register(app: typer.Typer) -> None:

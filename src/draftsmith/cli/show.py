@@ -17,22 +17,31 @@ def show(outcome: Outcome, console: Console) -> None:
 
 
 def _show_prepare(counts: dict[str, Any], console: Console) -> None:
-    _line(console, 
+    _line(
+        console,
         f"  {counts['rows']:,} rows -> {counts['samples']:,} samples ({counts['train']:,} train, "
         f"{counts['validation']:,} validation), {counts['tokens']:,} tokens, "
         f"{counts['supervised_tokens']:,} supervised; {counts['unfinished']:,} answers cut at the limit, "
-        f"{counts['truncated']:,} samples truncated"
+        f"{counts['truncated']:,} samples truncated",
     )
     for reason, count in counts["dropped"].items():
-        _line(console, f"  [yellow]dropped {count:,}[/yellow]: {reason} (first: {counts['first_dropped'][reason]})")
+        _line(
+            console,
+            f"  [yellow]dropped {count:,}[/yellow]: {reason} (first: {counts['first_dropped'][reason]})",
+        )
     if not counts["dropped"]:
         _line(console, "  dropped 0")
+    if not counts["coverage"]:
+        return
     sizes = ", ".join(f"{int(size):,}: {share:.1%}" for size, share in counts["coverage"].items())
     _line(console, f"  supervised tokens that a draft vocabulary covers: {sizes}")
 
 
 def _show_extract(counts: dict[str, Any], console: Console) -> None:
-    _line(console, f"  {counts['samples']:,} samples, {counts['tokens']:,} tokens in {counts['shards']:,} shards")
+    _line(
+        console,
+        f"  {counts['samples']:,} samples, {counts['tokens']:,} tokens in {counts['shards']:,} shards",
+    )
 
 
 def _show_validate(report: dict[str, Any], console: Console) -> None:
@@ -48,27 +57,33 @@ def _show_validate(report: dict[str, Any], console: Console) -> None:
         for name, share in report["agreement"].items():
             table.add_row(name, f"{share:.1%}")
         console.print(table)
-        _line(console, f"  {report['positions']:,} of {report['supervised_positions']:,} supervised positions looked at")
+        _line(
+            console,
+            f"  {report['positions']:,} of {report['supervised_positions']:,} supervised positions looked at",
+        )
     verdict = "passed" if report["passed"] else "did not pass"
     _line(console, f"  {verdict} at depth {report['depth']}")
 
 
 def _show_train(counts: dict[str, Any], console: Console) -> None:
-    _line(console, 
+    _line(
+        console,
         f"  {counts['steps']:,} steps, {counts['epochs']:,} epochs of {counts['tokens_per_epoch']:,} tokens "
-        f"({counts['targets_per_epoch']:,} targets), last loss {counts['final_loss']:.4f}"
+        f"({counts['targets_per_epoch']:,} targets), last loss {counts['final_loss']:.4f}",
     )
-    _line(console, 
+    _line(
+        console,
         f"  draft vocabulary {counts['draft_vocab_size']:,} covers {counts['vocabulary_coverage']:.2%} of the "
-        f"supervised tokens; {counts['trained_parameters'] / 1e6:.1f} M trained parameters"
+        f"supervised tokens; {counts['trained_parameters'] / 1e6:.1f} M trained parameters",
     )
 
 
 def _show_evaluate(result: dict[str, Any], console: Console) -> None:
     offline = result["offline"]
-    _line(console, 
+    _line(
+        console,
         f"  offline: {offline['chains']:,} chains on {offline['samples']:,} held-out samples; "
-        f"{offline['targets_outside_draft_vocabulary']:,} targets outside the draft vocabulary"
+        f"{offline['targets_outside_draft_vocabulary']:,} targets outside the draft vocabulary",
     )
     positions = range(1, len(offline["reached"]) + 1)
     table = Table(title="acceptance on held-out conversations", title_justify="left")
@@ -105,9 +120,10 @@ def _show_decoding(real: dict[str, Any], console: Console) -> None:
     for method in real["methods"]:
         for difference in method["differences"]:
             cause = "a tie within rounding" if difference["rounding_tie"] else "[red]NOT a rounding tie[/red]"
-            _line(console, 
+            _line(
+                console,
                 f"  draft length {method['draft_length']}, {difference['prompt']}: differs from token "
-                f"{difference['token']} on, where the two best logits are {difference['logit_gap']:.1e} apart: {cause}"
+                f"{difference['token']} on, where the two best logits are {difference['logit_gap']:.1e} apart: {cause}",
             )
     best = real["fastest_draft_length"]
     _line(console, f"  fastest here: {f'draft length {best}' if best else 'plain decoding'}")
@@ -123,9 +139,10 @@ def _number(value: float | None) -> str:
 
 
 def _show_export(counts: dict[str, Any], console: Console) -> None:
-    _line(console, 
+    _line(
+        console,
         f"  {counts['format']} format, {counts['dtype']}, aux layer ids {counts['eagle_aux_hidden_state_layer_ids']} "
-        f"(vLLM numbering), draft length {counts['speculative_tokens']}, for {counts['verifier']}"
+        f"(vLLM numbering), draft length {counts['speculative_tokens']}, for {counts['verifier']}",
     )
 
 

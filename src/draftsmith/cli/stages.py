@@ -67,9 +67,7 @@ def export(recipe: RecipePath, assign: Assignments = None, redo: Redo = False, a
     _run("export", recipe, assign, redo, as_json)
 
 
-def open_pipeline(
-    recipe: Path, assign: list[str] | None, redo: Literal["never", "stale", "always"]
-) -> "Pipeline":
+def open_pipeline(recipe: Path, assign: list[str] | None, redo: Literal["never", "stale", "always"]) -> "Pipeline":
     """Read the recipe and return its pipeline."""
     from draftsmith.recipe import load_recipe
 
@@ -84,7 +82,12 @@ def _run(stage: "StageName", recipe: Path, assign: list[str] | None, redo: bool,
     outcome = pipeline.run(stage)
     if as_json:
         print_json(
-            {"stage": stage, "folder": str(outcome.folder), "up_to_date": outcome.up_to_date, **outcome.result}
+            {
+                "stage": stage,
+                "folder": str(outcome.folder),
+                "up_to_date": outcome.up_to_date,
+                **outcome.result,
+            }
         )
     else:
         from rich.console import Console

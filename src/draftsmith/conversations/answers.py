@@ -19,8 +19,6 @@ from draftsmith.store.manifest import read_json
 from draftsmith.verifier.facts import VerifierFacts
 from draftsmith.verifier.run import RunningVerifier, load_verifier
 
-_UNKNOWN_CHARACTER = "\ufffd"
-
 
 def answer_all(
     conversations: list[Conversation],
@@ -63,30 +61,36 @@ def _answer_chunk(
     end_ids: list[int],
     recipe: PrepareRecipe,
 ) -> list[dict[str, Any]]:
-    """Answer some conversations together; return each one's `messages` and `finished`."""
+    """Answer some conversations together; return each one's `messages`, `finished` and `answer_ids`."""
     pending = [_questions(conversation.messages) for conversation in conversations]
     written: list[list[Message]] = [[] for _ in conversations]
     finished = [True] * len(conversations)
+    answer_ids: list[list[int] | None] = [None] * len(conversations)
     while active := [i for i in range(len(conversations)) if pending[i] and finished[i]]:
         prompts = []
         for i in active:
             written[i] += pending[i].pop(0)
             prompts.append(_prompt(tokenizer, written[i]))
         replies = generate(verifier, [p or "" for p in prompts], tokenizer, end_ids, recipe)
-        for i, prompt, (text, ended) in zip(active, prompts, replies, strict=True):
-            if prompt is None or not text:
+        for i, prompt, ids in zip(active, prompts, replies, strict=True):
+            if prompt is None:
                 pending[i] = []
                 continue
+            finished[i] = ids[-1] in end_ids
+            text = tokenizer.decode(ids[:-1] if finished[i] else ids, skip_special_tokens=False)
             written[i].append({"role": "assistant", "content": text})
-            finished[i] = ended
-    return [{"messages": m, "finished": f} for m, f in zip(written, finished, strict=True)]
+            answer_ids[i] = ids
+            if not text:
+                pending[i] = []
+    columns = zip(written, finished, answer_ids, strict=True)
+    return [{"messages": m, "finished": f, "answer_ids": ids} for m, f, ids in columns]
 
 
 @torch.inference_mode()
 def generate(
     verifier: RunningVerifier, prompts: list[str], tokenizer: Any, end_ids: list[int], recipe: PrepareRecipe
-) -> list[tuple[str, bool]]:
-    """Let the verifier continue rendered prompts; return (text, ended by itself) for each."""
+) -> list[list[int]]:
+    """Let the verifier continue rendered prompts; return the tokens of each, an end-of-turn token included."""
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token_id = end_ids[0]
@@ -105,9 +109,8 @@ def generate(
     )
     replies = []
     for row in output[:, batch["input_ids"].shape[1] :].tolist():
-        stop = next((n for n, token in enumerate(row) if token in end_ids), None)
-        text = tokenizer.decode(row[:stop], skip_special_tokens=False)
-        replies.append((text.rstrip(_UNKNOWN_CHARACTER) if stop is None else text, stop is not None))
+        stop = next((n + 1 for n, token in enumerate(row) if token in end_ids), len(row))
+        replies.append(row[:stop])
     return replies
 
 

@@ -34,40 +34,48 @@ class Tokenised:
 def render(tokenizer: Any, messages: list[Message], generation_prompt: bool = False) -> str:
     """Render messages by the chat template; raise Refused if the template rejects them."""
     try:
-        text: str = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=generation_prompt
-        )
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
     except Exception as error:  # templates raise whatever their author chose
         raise Refused(f"the chat template rejects the messages: {error}") from error
     return text
 
 
 def tokenise(
-    tokenizer: Any, messages: list[Message], end_ids: list[int], max_length: int, finished: bool = True
+    tokenizer: Any,
+    messages: list[Message],
+    end_ids: list[int],
+    max_length: int,
+    finished: bool = True,
+    answer_ids: list[int] | None = None,
 ) -> Tokenised:
     """Tokenise a conversation and mask what the verifier wrote.
 
-    If not `finished`, the last answer was cut: it loses the end-of-turn token that the template adds.
+    `answer_ids` are the very tokens of the last answer where they are known: text need not tokenise back to them.
+    Otherwise, if not `finished`, the last answer loses the end-of-turn token that the template adds.
     Raises Refused where the mask would be a guess, or where nothing would be supervised.
     """
-    text = render(tokenizer, messages)
+    rendered = messages if answer_ids is None else messages[:-1]
+    text = render(tokenizer, rendered, generation_prompt=answer_ids is not None)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     input_ids = np.array(encoded["input_ids"], np.int32)
     offsets = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
     loss_mask = np.zeros(len(input_ids), np.uint8)
     end = 0
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        first, end = _answer_tokens(tokenizer, text, messages, number, input_ids, offsets, end_ids)
-        loss_mask[first:end] = 1
+    for number, message in enumerate(rendered):
+        if message["role"] == "assistant":
+            first, end = _answer_tokens(tokenizer, text, rendered, number, input_ids, offsets, end_ids)
+            loss_mask[first:end] = 1
+    if answer_ids is not None:
+        input_ids = np.append(input_ids, np.array(answer_ids, np.int32))
+        loss_mask = np.append(loss_mask, np.ones(len(answer_ids), np.uint8))
+    elif not finished and end:
+        input_ids, loss_mask = input_ids[: end - 1], loss_mask[: end - 1]
     if not loss_mask.any():
         raise Refused("no assistant turn")
-    length = len(input_ids) if finished else end - 1
-    kept = _whole_characters(offsets, min(length, max_length))
+    kept = _whole_characters(offsets, min(len(input_ids), max_length))
     if not loss_mask[1:kept].any():
         raise Refused("no supervised token within max_length")
-    return Tokenised(input_ids[:kept], loss_mask[:kept], truncated=kept < length)
+    return Tokenised(input_ids[:kept], loss_mask[:kept], truncated=kept < len(input_ids))
 
 
 def _answer_tokens(

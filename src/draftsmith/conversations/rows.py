@@ -24,7 +24,10 @@ class Malformed(Exception):
 
 @dataclass(frozen=True)
 class Conversation:
-    """One row: its messages, and what the row says of itself. `place` is file:line."""
+    """One row: its messages, and what the row says of itself. `place` is file:line.
+
+    `answer_ids` are the tokens of the last answer if the verifier wrote it just now.
+    """
 
     id: str
     messages: list[Message]
@@ -32,6 +35,7 @@ class Conversation:
     split: str | None = None
     tags: tuple[str, ...] = ()
     finished: bool = True
+    answer_ids: list[int] | None = None
 
     @property
     def asked(self) -> list[Message]:

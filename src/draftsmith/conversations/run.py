@@ -46,17 +46,22 @@ def run_prepare(
     folder.begin()
     chunks = folder.path / "answers"
     if recipe.answers == "verifier":
-        conversations = answer_all(
-            conversations, chunks, tokenizer, end_ids, facts, recipe, verifier_recipe, seed
-        )
+        conversations = answer_all(conversations, chunks, tokenizer, end_ids, facts, recipe, verifier_recipe, seed)
     kept: list[tuple[Conversation, Sample]] = []
     truncated = 0
     for conversation in conversations:
         try:
             if recipe.unfinished == "drop" and not conversation.finished:
                 raise Refused("answer cut at the token limit")
+            if conversation.messages[-1] == {"role": "assistant", "content": ""}:
+                raise Refused("empty answer")
             result = tokenise(
-                tokenizer, conversation.messages, end_ids, recipe.max_length, conversation.finished
+                tokenizer,
+                conversation.messages,
+                end_ids,
+                recipe.max_length,
+                conversation.finished,
+                conversation.answer_ids,
             )
         except Refused as reason:
             report.drop(str(reason), conversation.place)

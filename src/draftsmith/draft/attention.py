@@ -7,6 +7,7 @@ Shapes: n rows, P prefix rows, s own keys per row, h heads, g key-value heads, d
 within a block b rows, L keys.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,7 @@ def plan_blocks(rows: Ints, first: Ints, device: torch.device, block_rows: int =
     sample = first[rows]
     borders = [0, *(np.flatnonzero(np.diff(sample)) + 1).tolist(), len(rows)]
     blocks = []
-    for start, end in zip(borders, borders[1:], strict=False):
+    for start, end in itertools.pairwise(borders):
         for row_start in range(start, end, block_rows):
             own = rows[row_start : min(row_start + block_rows, end)]
             # Keys up to the first row's own place are seen by the whole block: only those behind it need a mask.
@@ -70,7 +71,13 @@ def attend(
 class _PrefixAndOwn(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_nhd: Tensor, k_Pgd: Tensor, v_Pgd: Tensor, own_k: Tensor, own_v: Tensor, blocks: list[Block]
+        ctx: Any,
+        q_nhd: Tensor,
+        k_Pgd: Tensor,
+        v_Pgd: Tensor,
+        own_k: Tensor,
+        own_v: Tensor,
+        blocks: list[Block],
     ) -> Tensor:
         out_nhd = torch.empty_like(q_nhd)
         for block, q, k, v, ok, ov in _block_inputs(blocks, q_nhd, k_Pgd, v_Pgd, own_k, own_v):
@@ -85,7 +92,7 @@ class _PrefixAndOwn(torch.autograd.Function):
         return out_nhd
 
     @staticmethod
-    def backward(ctx: Any, grad_out_nhd: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_out_nhd: Tensor) -> tuple[Tensor | None, ...]:
         q_nhd, k_Pgd, v_Pgd, own_k, own_v, out_nhd = ctx.saved_tensors
         scale = q_nhd.shape[-1] ** -0.5
         dq, dk, dv = torch.empty_like(q_nhd), torch.zeros_like(k_Pgd), torch.zeros_like(v_Pgd)
@@ -143,7 +150,8 @@ def _to_groups(x_bhd: Tensor, kv_heads: int) -> Tensor:
 
 def _by_row(x: Tensor, block: Block) -> Tensor:
     """[g, e*b, ...] -> [g, e, b, ...]."""
-    return x.unflatten(1, (-1, block.row_end - block.row_start))
+    out: Tensor = x.unflatten(1, (-1, block.row_end - block.row_start))
+    return out
 
 
 def _to_rows(x: Tensor, block: Block) -> Tensor:

@@ -1,6 +1,5 @@
 """A draft on disk: config.json and model.safetensors in speculators format."""
 
-import json
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ from draftsmith.draft.config import from_json, to_json
 from draftsmith.draft.model import Eagle3Draft
 from draftsmith.draft.vocabulary import DraftVocabulary
 from draftsmith.errors import BadInput
+from draftsmith.files import commit, temporary_name, write_json
 from draftsmith.store.manifest import read_json
 
 
@@ -20,9 +20,11 @@ def save_draft(folder: Path, draft: Eagle3Draft, dtype: torch.dtype, speculative
         name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
         for name, tensor in draft.state_dict().items()
     }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = folder / "model.safetensors"
+    save_file(tensors, temporary_name(weights), metadata={"format": "pt"})
+    commit(weights)
     config = to_json(draft.config, str(dtype).removeprefix("torch."), speculative_tokens)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "config.json", config)
 
 
 def load_draft(folder: Path) -> Eagle3Draft:

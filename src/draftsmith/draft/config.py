@@ -10,6 +10,12 @@ from draftsmith.errors import BadInput
 from draftsmith.verifier.boundaries import from_boundaries, to_boundaries
 from draftsmith.verifier.facts import VerifierFacts
 
+_LAYER_KEYS = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "vocab_size", "max_position_embeddings", "rms_norm_eps",
+    "rope_parameters", "attention_bias", "attention_dropout", "mlp_bias", "initializer_range",
+    "tie_word_embeddings", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
 _MLA_HEAD_DIM, _MLA_KV_HEADS = 128, 8
 
 
@@ -87,18 +93,18 @@ def _rope(text: dict[str, Any]) -> dict[str, Any]:
 
 def to_json(config: DraftConfig, dtype: str, speculative_tokens: int) -> dict[str, Any]:
     """Return config.json: every key whose absence changes the meaning in a server is there."""
-    layer = config.layer.to_dict()
-    # Readers of transformers 4 look for the two older keys and ignore rope_parameters.
-    layer["rope_theta"] = layer["rope_parameters"]["rope_theta"]
-    rope_type = layer["rope_parameters"]["rope_type"]
-    layer["rope_scaling"] = None if rope_type == "default" else layer["rope_parameters"]
-    layer["dtype"] = dtype
+    layer = {key: getattr(config.layer, key) for key in _LAYER_KEYS}
+    rope = layer["rope_parameters"]
+    # Readers with transformers 4 look for the two older keys and ignore rope_parameters.
+    layer["rope_theta"] = rope["rope_theta"]
+    layer["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
         "speculators_version": "0.9.0",
         "draftsmith_version": version("draftsmith"),
         "dtype": dtype,
+        "torch_dtype": dtype,
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": None,
         "norm_before_residual": config.norm_before_residual,

@@ -103,7 +103,7 @@ class _ChunkedKL(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         saved = list(ctx.saved_tensors)
         grads = [saved.pop(0) * grad_loss if has else None for has in ctx.has]
         return *grads, None, None, None, None, None, None

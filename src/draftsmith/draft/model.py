@@ -38,7 +38,8 @@ class DraftAttention(nn.Module):
 
     def values(self, input_nW: Tensor) -> Tensor:
         """Return values [n, g, d]."""
-        return self.v_proj(input_nW).unflatten(-1, (self.kv_heads, self.head_dim))
+        values: Tensor = self.v_proj(input_nW).unflatten(-1, (self.kv_heads, self.head_dim))
+        return values
 
 
 class DraftMLP(nn.Module):

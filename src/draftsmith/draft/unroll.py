@@ -30,7 +30,8 @@ def unroll(draft: Eagle3Draft, pack: Pack) -> list[Tensor]:
     position_P = torch.from_numpy(plan.position).to(device)
 
     def embedded(rows_n: Tensor, step: int) -> Tensor:
-        return draft.embed_tokens(pack.input_ids[token_after_P[rows_n] + step])
+        embed_nH: Tensor = draft.embed_tokens(pack.input_ids[token_after_P[rows_n] + step])
+        return embed_nH
 
     every_row_P = torch.arange(len(plan.prefix), device=device)
     input_PW, residual_PH = layer.attention_input(embedded(every_row_P, 0), draft.fc(pack.aux))

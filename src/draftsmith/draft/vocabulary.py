@@ -15,6 +15,7 @@ from torch import Tensor
 
 from draftsmith.errors import BadInput
 
+
 @dataclass(frozen=True)
 class DraftVocabulary:
     """`token_ids` [V_d] int64, ascending: draft id i proposes verifier token token_ids[i]."""

@@ -3,6 +3,7 @@
 One readable loop each; the verifier runs through transformers with its own key-value cache, one prompt at a time.
 """
 
+import inspect
 import time
 from dataclasses import dataclass
 
@@ -36,12 +37,17 @@ class _CachedVerifier:
     def __init__(self, verifier: RunningVerifier) -> None:
         self._verifier = verifier
         self._cache = DynamicCache(config=verifier.model.config.get_text_config())
+        if hasattr(self._cache, "activate_past_recording"):  # sliding windows must not forget what may be cropped
+            self._cache.activate_past_recording()
+        # transformers renamed this argument in 5.x
+        parameters = inspect.signature(verifier.model.forward).parameters
+        self._cache_argument = {"cache" if "cache" in parameters else "past_key_values": self._cache}
 
     def logits(self, tokens: list[int], last_only: bool = False) -> Tensor:
         """Feed tokens; return the logits [n, V] after each (or after the last)."""
         output = self._verifier.model(
             torch.tensor([tokens], device=self._verifier.device),
-            past_key_values=self._cache,
+            **self._cache_argument,
             use_cache=True,
             logits_to_keep=1 if last_only else 0,
         )
@@ -51,7 +57,7 @@ class _CachedVerifier:
     def forget(self, count: int) -> None:
         """Drop the last `count` tokens."""
         if count:
-            self._cache.crop(self._cache.get_seq_length() - count)
+            self._cache.crop(-count)
 
 
 @torch.inference_mode()

@@ -90,4 +90,5 @@ def _chains(
 def _greedy(draft: Eagle3Draft, rows_mH: Tensor) -> Tensor:
     """Return the draft's most likely tokens [m] as verifier ids."""
     best = draft.lm_head(rows_mH).argmax(-1)
-    return (best + draft.d2t[best]).cpu()
+    tokens: Tensor = best + draft.d2t[best]
+    return tokens.cpu()

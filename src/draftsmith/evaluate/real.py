@@ -35,9 +35,7 @@ class LengthResult:
         shorter = min(len(answer.tokens), len(plain.tokens))
         first = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
         gap = plain.gaps[min(first, len(plain.gaps) - 1)]
-        self.differences.append(
-            {"prompt": prompt_id, "token": first, "logit_gap": gap, "rounding_tie": gap < TIE_GAP}
-        )
+        self.differences.append({"prompt": prompt_id, "token": first, "logit_gap": gap, "rounding_tie": gap < TIE_GAP})
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures as defined in docs/evaluate.md."""

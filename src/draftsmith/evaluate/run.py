@@ -47,9 +47,7 @@ def run_evaluate(
             "reached": offline.reached,
             "accepted": offline.accepted,
             "conditional_acceptance": [round(share, 4) for share in offline.conditional],
-            "acceptance_length": {
-                str(n): round(offline.acceptance_length(n), 4) for n in range(1, positions + 1)
-            },
+            "acceptance_length": {str(n): round(offline.acceptance_length(n), 4) for n in range(1, positions + 1)},
             "targets_outside_draft_vocabulary": offline.out_of_vocabulary,
         }
     }
@@ -81,9 +79,7 @@ def _decode(
         "prompts": len(prompts),
         "methods": results,
         "fastest_draft_length": fastest["draft_length"],
-        "lossless": all(
-            difference["rounding_tie"] for result in results for difference in result["differences"]
-        ),
+        "lossless": all(difference["rounding_tie"] for result in results for difference in result["differences"]),
     }
 
 

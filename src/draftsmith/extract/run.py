@@ -37,9 +37,7 @@ def run_extract(
     """Write the store for all samples; go on where an interrupted run stopped. Returns the counts."""
     samples = SampleTable(samples_folder)
     boundaries = [*aux_boundaries(recipe.aux_boundaries, facts.num_layers), facts.num_layers]
-    plan = plan_shards(
-        samples.lengths, samples.splits, len(boundaries) * facts.hidden_size * 2, recipe.shard_mib << 20
-    )
+    plan = plan_shards(samples.lengths, samples.splits, len(boundaries) * facts.hidden_size * 2, recipe.shard_mib << 20)
     folder.begin(
         {
             "boundaries": boundaries,

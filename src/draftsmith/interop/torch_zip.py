@@ -50,7 +50,7 @@ _OPCODES = {
 # The values that a pickle can make are tuples (and _Dict, _Function), because the BUILD opcode can change the
 # attributes of any other object.
 class TensorInfo(NamedTuple):
-    """Where a tensor is: `offset` and `stride` count elements, `data_offset_in_file` bytes to the first one."""
+    """Where a tensor is: `offset` and `stride` in elements, `data_offset_in_file` where it begins."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -110,9 +110,7 @@ def read_structure(file: IO[bytes], path: Path) -> TorchFile:
     except BadInput:
         raise
     except Exception as error:  # whatever bytes at random can make of a pickle
-        raise BadInput(
-            f"{path}: data.pkl cannot be parsed: {type(error).__name__}: {error!a}. {DAMAGED}"
-        ) from error
+        raise BadInput(f"{path}: data.pkl cannot be parsed: {type(error).__name__}: {error!a}. {DAMAGED}") from error
     return TorchFile(path, file_bytes, content)
 
 
@@ -168,9 +166,7 @@ def _rebuild_tensor(storage: _Storage, offset: int, shape: Any, stride: Any, dty
 
 _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): _Function(
-        lambda storage, offset, shape, stride, *_: _rebuild_tensor(
-            storage, offset, shape, stride, storage.dtype
-        )
+        lambda storage, offset, shape, stride, *_: _rebuild_tensor(storage, offset, shape, stride, storage.dtype)
     ),
     ("torch._utils", "_rebuild_tensor_v3"): _Function(
         lambda storage, offset, shape, stride, _grad, _hooks, dtype, *_: _rebuild_tensor(
@@ -213,22 +209,15 @@ class _Unpickler(pickle.Unpickler):
             imported = ascii(f"{module}.{name}")
             raise BadInput(
                 f"{self._archive.path}: refused: its pickle would import {imported} when loaded; wanted only "
-                "tensors, dicts, lists, text and numbers. Load it elsewhere if you trust who wrote it, and save "
-                "its tensors again."
+                "tensors, dicts, lists, text and numbers. If you trust who wrote it, load it elsewhere and "
+                "save its tensors again."
             )
         return _ALLOWED[module, name]
 
     def persistent_load(self, pid: Any) -> _Storage:
         """Return the storage that the reference `("storage", type, key, device, numel)` names."""
         tag, kind, key, _, numel = pid
-        good = (
-            tag == "storage"
-            and isinstance(kind, _StorageType)
-            and isinstance(key, str)
-            and type(numel) is int
-        )
+        good = tag == "storage" and isinstance(kind, _StorageType) and isinstance(key, str) and type(numel) is int
         if not good or numel < 0:
             raise ValueError("a storage reference of unknown form")
-        return _Storage(
-            kind.dtype, key, numel, self._archive.storage_start(key, numel * item_bytes(kind.dtype))
-        )
+        return _Storage(kind.dtype, key, numel, self._archive.storage_start(key, numel * item_bytes(kind.dtype)))

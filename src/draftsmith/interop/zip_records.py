@@ -20,9 +20,8 @@ from draftsmith.errors import BadInput
 MAX_PICKLE_BYTES = 64 << 20
 MAX_DIRECTORY_BYTES = 16 << 20
 DAMAGED = "The file is damaged or was made to do harm; write it again from its source."
-_LOCAL_HEADER = struct.Struct(
-    "<4s22xHH"
-)  # of a zip record: magic, ..., lengths of its name and its extra field
+# In front of each record: magic, ..., lengths of its name and its extra field; then these; then the content.
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
 _RECORD_MAGIC = b"PK\x03\x04"
 _OTHER_MAGIC = {
     b"\x80": "a bare pickle, as torch.save wrote before torch 1.6; load it with "
@@ -67,9 +66,7 @@ class Archive:
         """Return data.pkl; raise BadInput if it is too large, changed, or for a big-endian machine."""
         order = self._infos.get(f"{self._name}/byteorder")
         if order is not None and self._read(order, 16) != b"little":
-            raise BadInput(
-                f"{self.path}: wanted little-endian tensors. Save it again on a little-endian machine."
-            )
+            raise BadInput(f"{self.path}: wanted little-endian tensors. Save it again on a little-endian machine.")
         info = self._infos[f"{self._name}/data.pkl"]
         data = self._read(info, MAX_PICKLE_BYTES)
         if info.CRC and zlib.crc32(data) != info.CRC:  # 0: torch was told not to compute it
@@ -81,16 +78,13 @@ class Archive:
         info = self._infos.get(f"{self._name}/data/{key}")
         if info is None or info.file_size < wanted_bytes:
             found = "missing" if info is None else f"{info.file_size:,} bytes long"
-            raise BadInput(
-                f"{self.path}: storage {key!a} is {found}, wanted {wanted_bytes:,} bytes. {DAMAGED}"
-            )
+            raise BadInput(f"{self.path}: storage {key!a} is {found}, wanted {wanted_bytes:,} bytes. {DAMAGED}")
         return self._start(info)
 
     def _read(self, info: zipfile.ZipInfo, limit: int) -> bytes:
         if info.file_size > limit:
             raise BadInput(
-                f"{self.path}: {info.filename!a} has {info.file_size:,} bytes, wanted at most {limit:,}. "
-                f"{DAMAGED}"
+                f"{self.path}: {info.filename!a} has {info.file_size:,} bytes, wanted at most {limit:,}. {DAMAGED}"
             )
         self._file.seek(self._start(info))
         return self._file.read(info.file_size)

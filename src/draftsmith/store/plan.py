@@ -21,9 +21,7 @@ class ShardPlan:
         return {"file": self.file, "split": self.split, "samples": len(self.rows), "tokens": self.tokens}
 
 
-def plan_shards(
-    lengths: list[int], splits: list[str], bytes_per_token: int, limit_bytes: int
-) -> list[ShardPlan]:
+def plan_shards(lengths: list[int], splits: list[str], bytes_per_token: int, limit_bytes: int) -> list[ShardPlan]:
     """Fill shards with whole samples in order, one split per shard.
 
     A shard holds at most `limit_bytes`, unless a single sample is larger: that one gets a shard of its own.

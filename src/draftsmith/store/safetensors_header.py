@@ -43,9 +43,7 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
                     f"length, at most {MAX_HEADER_BYTES:,}, then a JSON object. Is it the right file?"
                 )
             if data_offset > file_bytes:
-                raise BadInput(
-                    f"{path}: truncated: {file_bytes:,} bytes, its header alone has {data_offset:,}. {_REMEDY}"
-                )
+                raise BadInput(f"{path}: truncated: {file_bytes:,} bytes, wanted a header of {length:,}. {_REMEDY}")
             text = b"{" + _read_exactly(file.fileno(), length - 1, _LENGTH_BYTES + 1)
     except OSError as error:
         raise BadInput(f"{path}: cannot be read: {error.strerror}") from error
@@ -74,8 +72,7 @@ def _parse(text: bytes, path: Path) -> dict[str, Any]:
     for name, entry in tensor_entries(header).items():
         if not _is_entry(entry):
             raise BadInput(
-                f"{path}: header entry {name!a}: wanted dtype, shape and data_offsets, found {entry!a:.200}. "
-                f"{_REMEDY}"
+                f"{path}: header entry {name!a}: wanted dtype, shape and data_offsets, found {entry!a:.200}. {_REMEDY}"
             )
     return dict(header)
 

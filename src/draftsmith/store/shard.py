@@ -14,6 +14,7 @@ The header's metadata holds `ids`, the samples' names as a JSON list. Two hashes
 bit: `sum` covers the planes, `seal` everything else.
 """
 
+import itertools
 import json
 import os
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ def write_shard(path: Path, rows: list[int], samples: list[Sample], planes: dict
         "input_ids": torch.from_numpy(np.concatenate([sample.input_ids for sample in samples])),
         "loss_mask": torch.from_numpy(np.concatenate([sample.loss_mask for sample in samples])),
         "sum": torch.from_numpy(
-            np.stack([[_digest(planes[b][start:end]) for b in boundaries] for start, end in zip(cu, cu[1:], strict=False)])
+            np.stack([[_digest(planes[b][start:end]) for b in boundaries] for start, end in itertools.pairwise(cu)])
         ),
         "seal": torch.zeros(16, dtype=torch.uint8),
         **{plane_name(b): planes[b] for b in boundaries},
@@ -90,7 +91,7 @@ class Shard:
             for boundary in boundaries:
                 state_TH = torch.empty(end - start, self.hidden_size, dtype=torch.bfloat16)
                 offset = self.plane_offsets[boundary] + start * self.hidden_size * 2
-                _read_exactly(descriptor, memoryview(_bytes_of(state_TH)), offset, self.path)
+                _read_exactly(descriptor, _bytes_of(state_TH), offset, self.path)
                 expected = self.tables["sum"][index, self.boundaries.index(boundary)]
                 if verify and not np.array_equal(_digest(state_TH), expected):
                     raise DraftsmithError(
@@ -161,10 +162,9 @@ def _read_exactly(descriptor: int, target: memoryview, offset: int, path: Path) 
         done += count
 
 
-def _bytes_of(tensor: Tensor) -> npt.NDArray[np.uint8]:
+def _bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor as flat bytes."""
-    flat: npt.NDArray[np.uint8] = tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
-    return flat
+    return tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data
 
 
 def _digest(tensor: Tensor) -> npt.NDArray[np.uint8]:

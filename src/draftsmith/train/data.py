@@ -46,7 +46,11 @@ def load_pack(store: Store, places: list[SamplePlace], steps: int, device: torch
 
 
 def load_ahead(
-    store: Store, places: list[SamplePlace], steps: list[list[list[int]]], unroll_steps: int, device: torch.device
+    store: Store,
+    places: list[SamplePlace],
+    steps: list[list[list[int]]],
+    unroll_steps: int,
+    device: torch.device,
 ) -> Iterator[list[TrainingPack]]:
     """Yield the packs of each step; a thread reads the next ones meanwhile."""
 

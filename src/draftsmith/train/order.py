@@ -11,9 +11,7 @@ import numpy as np
 WINDOW = 256
 
 
-def epoch_steps(
-    lengths: list[int], capacity: int, packs_per_step: int, seed: int, epoch: int
-) -> list[list[list[int]]]:
+def epoch_steps(lengths: list[int], capacity: int, packs_per_step: int, seed: int, epoch: int) -> list[list[list[int]]]:
     """Return the steps of one epoch: each a list of packs, each a list of sample numbers."""
     generator = np.random.default_rng([seed, epoch])
     order = generator.permutation(len(lengths)).tolist()

@@ -62,8 +62,7 @@ def run_train(
         raise BadInput(f"{store_folder}: no sample of the train split has a supervised token to learn from")
     lengths = [len(place) for place in places]
     epochs = [
-        epoch_steps(lengths, recipe.pack_tokens, recipe.packs_per_step, seed, epoch)
-        for epoch in range(recipe.epochs)
+        epoch_steps(lengths, recipe.pack_tokens, recipe.packs_per_step, seed, epoch) for epoch in range(recipe.epochs)
     ]
     device = choose_device(verifier_recipe)
     draft, head, vocabulary_coverage = _start(store, places, facts, recipe, verifier_recipe, seed)
@@ -232,12 +231,14 @@ def _start(
     keep = sorted({*special_ids(tokenizer), *end_of_turn_ids(facts.folder, tokenizer)})
     vocabulary = choose_vocabulary(counts, recipe.draft_vocab_size, keep)
     config = derive_config(
-        facts, len(vocabulary), store.aux_boundaries, recipe.norm_before_residual, public_name(verifier_recipe.model)
+        facts,
+        len(vocabulary),
+        store.aux_boundaries,
+        recipe.norm_before_residual,
+        public_name(verifier_recipe.model),
     )
     head = read_head(facts)
-    draft = new_draft(
-        config, vocabulary, read_embedding(facts), head.lm_head_VH[vocabulary.token_ids], seed
-    )
+    draft = new_draft(config, vocabulary, read_embedding(facts), head.lm_head_VH[vocabulary.token_ids], seed)
     draft.lm_head.weight.requires_grad_(recipe.train_lm_head)
     covered = int(counts[vocabulary.token_ids.numpy()].sum()) / int(counts.sum())
     return draft, head, round(covered, 6)

@@ -59,9 +59,7 @@ def check_meaning(store: Store, head: VerifierHead, positions: int, min_agreemen
             meter.advance(1)
     hits = {name: _hits(asked, head, name == NORMED) for name, asked in questions.items()}
     agreement = {name: float(torch.cat(per_sample).float().mean()) for name, per_sample in hits.items()}
-    rates = [
-        (place, int(right.sum()), len(right)) for (place, _), right in zip(chosen, hits[DECLARED], strict=True)
-    ]
+    rates = [(place, int(right.sum()), len(right)) for (place, _), right in zip(chosen, hits[DECLARED], strict=True)]
     findings = [*_judge(agreement, min_agreement), *_odd_samples(store, rates, agreement[DECLARED])]
     return MeaningResult(agreement, sum(total for _, _, total in rates), supervised, findings)
 

@@ -1,5 +1,7 @@
 """Values: every byte of the store, once. Codes DS201 to DS207."""
 
+import itertools
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -57,7 +59,7 @@ def _check_states(states: dict[int, Tensor], where: str) -> list[Finding]:
             found = f"{len(zero)} rows, first {int(zero[0])}"
             findings.append(Finding("DS203", f"{where}, boundary {boundary}", "states", found, _AGAIN))
     boundaries = sorted(states)
-    for lower, upper in zip(boundaries, boundaries[1:], strict=False):
+    for lower, upper in itertools.pairwise(boundaries):
         if torch.equal(states[lower], states[upper]):
             found = f"boundaries {lower} and {upper} are the same"
             findings.append(Finding("DS207", where, "different states per boundary", found, _AGAIN))

@@ -35,7 +35,7 @@ def aux_boundaries(wanted: list[int], num_layers: int) -> list[int]:
     Raises BadInput unless they are three, ascending, distinct, and within [0, N-1].
     """
     chosen = list(wanted) or [2, num_layers // 2, num_layers - 3]
-    good = sorted(set(chosen)) == chosen and len(chosen) == 3 and 0 <= chosen[0] and chosen[-1] < num_layers
+    good = sorted(set(chosen)) == chosen and len(chosen) == 3 and chosen[0] >= 0 and chosen[-1] < num_layers
     if not good:
         origin = "extract.aux_boundaries" if wanted else "the default aux boundaries [2, N//2, N-3]"
         raise BadInput(

@@ -17,7 +17,14 @@ _NORM_ADDS_ONE = {
 }  # fmt: skip
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tiktoken.model")
 # What says how the config was written, not what the model is.
-_VOLATILE_KEYS = {"_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
+_VOLATILE_KEYS = {
+    "_name_or_path",
+    "name_or_path",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "use_cache",
+}
 
 
 @dataclass(frozen=True)

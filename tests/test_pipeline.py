@@ -1,0 +1,144 @@
+"""The whole way on the tiny verifier: every stage works, nothing is done twice, changed inputs are refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from conftest import HIDDEN, LAYERS, MakeRecipe
+from draftsmith.store.reader import Store
+from draftsmith.store.samples import SampleTable
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+def test_all_stages_then_nothing_is_done_again(make_recipe: MakeRecipe, run_cli: Cli, tmp_path: Path) -> None:
+    recipe = make_recipe()
+    code, out, err = run_cli("run", recipe)
+    assert code == 0, out + err
+    run = tmp_path / "run"
+    assert f"the exported head: {run / 'head'}" in out
+    assert "24 rows -> 24 samples" in out
+    evaluation = json.loads((run / "evaluation" / "evaluation.json").read_text())
+    assert evaluation["real"]["lossless"]
+    assert [method["identical_answers"] for method in evaluation["real"]["methods"]] == [3, 3, 3, 3]
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+    code, out, _ = run_cli("run", recipe)
+    assert code == 0
+    assert out.count("up to date") == 6
+    assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+
+
+def test_another_recipe_is_refused_with_the_difference_and_redo_replaces(
+    make_recipe: MakeRecipe, run_cli: Cli, tmp_path: Path
+) -> None:
+    recipe = make_recipe()
+    assert run_cli("prepare", recipe)[0] == 0
+    code, _, err = run_cli("prepare", recipe, "--set", "prepare.max_new_tokens=20")
+    assert code == 2
+    assert "prepare.max_new_tokens: there 24, now 20" in err
+    assert "--redo" in err
+    assert run_cli("prepare", recipe, "--set", "prepare.max_new_tokens=20", "--redo")[0] == 0
+    assert max(SampleTable(tmp_path / "run" / "samples").lengths) <= 24 + 60
+
+
+def test_exported_head_has_the_names_and_numbers_of_the_format(
+    make_recipe: MakeRecipe, run_cli: Cli, tmp_path: Path
+) -> None:
+    """Names and shapes as vLLM and speculators read them; 8 layers: default aux ids [2, 4, 5]."""
+    assert run_cli("run", make_recipe(), "--set", "evaluate.prompts=0")[0] == 0
+    head = tmp_path / "run" / "head"
+    config = json.loads((head / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    assert config["norm_before_residual"] is True
+    assert config["draft_vocab_size"] == 64
+    assert config["speculators_model_type"] == "eagle3"
+    assert config["transformer_layer_config"]["num_hidden_layers"] == 1
+    assert config["transformer_layer_config"]["rope_theta"] == 10000.0
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+    assert "/" not in config["speculators_config"]["verifier"]["name_or_path"]
+    with safe_open(head / "model.safetensors", "pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        d2t, t2d = file.get_tensor("d2t"), file.get_tensor("t2d")
+    vocabulary = shapes["t2d"][0]
+    assert shapes == {
+        "d2t": (64,),
+        "t2d": (vocabulary,),
+        "embed_tokens.weight": (vocabulary, HIDDEN),
+        "fc.weight": (HIDDEN, 3 * HIDDEN),
+        "layers.0.hidden_norm.weight": (HIDDEN,),
+        "layers.0.input_layernorm.weight": (HIDDEN,),
+        "layers.0.post_attention_layernorm.weight": (HIDDEN,),
+        "layers.0.self_attn.q_proj.weight": (64, 2 * HIDDEN),
+        "layers.0.self_attn.k_proj.weight": (32, 2 * HIDDEN),
+        "layers.0.self_attn.v_proj.weight": (32, 2 * HIDDEN),
+        "layers.0.self_attn.o_proj.weight": (HIDDEN, 64),
+        "layers.0.mlp.gate_proj.weight": (96, HIDDEN),
+        "layers.0.mlp.up_proj.weight": (96, HIDDEN),
+        "layers.0.mlp.down_proj.weight": (HIDDEN, 96),
+        "norm.weight": (HIDDEN,),
+        "lm_head.weight": (64, HIDDEN),
+    }
+    assert d2t.dtype == torch.int64
+    assert (d2t + torch.arange(64)).tolist() == t2d.nonzero().flatten().tolist()
+    assert t2d[:3].all()  # the special tokens and the end-of-turn token are always kept
+
+
+def test_the_store_holds_what_transformers_computes(
+    make_recipe: MakeRecipe, run_cli: Cli, tmp_path: Path, tiny_verifier: Path
+) -> None:
+    """Boundaries 2, 4, 5 are hidden_states[2, 4, 5]; boundary 8 goes through the norm to give hidden_states[8]."""
+    from transformers import AutoModelForCausalLM
+
+    recipe = make_recipe()
+    assert run_cli("prepare", recipe)[0] == 0
+    assert run_cli("extract", recipe)[0] == 0
+    store, samples = Store(tmp_path / "run" / "store"), SampleTable(tmp_path / "run" / "samples")
+    model = AutoModelForCausalLM.from_pretrained(tiny_verifier, dtype=torch.float32).eval()
+    assert store.boundaries == [2, 4, 5, LAYERS]
+    assert sorted(place.id for place in store.places) == sorted(samples.ids)
+    for place in store.places[::7]:
+        sample = store.read(place)
+        ids = torch.tensor(sample.input_ids.astype("int64"))[None]
+        with torch.no_grad():
+            hidden = model(ids, output_hidden_states=True).hidden_states
+        for boundary in (2, 4, 5):
+            torch.testing.assert_close(sample.states[boundary].float(), hidden[boundary][0], rtol=1e-2, atol=1e-2)
+        normed = model.model.norm(sample.states[LAYERS].float())
+        torch.testing.assert_close(normed, hidden[-1][0], rtol=2e-2, atol=2e-2)
+
+
+def test_train_refuses_an_unvalidated_store(make_recipe: MakeRecipe, run_cli: Cli) -> None:
+    recipe = make_recipe()
+    assert run_cli("prepare", recipe)[0] == 0
+    assert run_cli("extract", recipe)[0] == 0
+    code, _, err = run_cli("train", recipe)
+    assert code == 1
+    assert "not validated yet" in err
+    assert run_cli("train", recipe, "--set", "train.accept_unvalidated=true")[0] == 0
+
+
+def test_json_output_is_json(make_recipe: MakeRecipe, run_cli: Cli) -> None:
+    code, out, _ = run_cli("prepare", make_recipe(), "--json")
+    assert code == 0
+    result = json.loads(out)
+    assert result["stage"] == "prepare"
+    assert result["samples"] == 24
+    assert result["train"] + result["validation"] == 24
+
+
+@pytest.mark.parametrize("answers", ["verifier", "keep"])
+def test_a_samples_manifest_counts_what_the_file_holds(
+    make_recipe: MakeRecipe, run_cli: Cli, tmp_path: Path, answers: str
+) -> None:
+    messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on the mat"}]
+    rows = [{"messages": [*messages[:1], *messages[1:]], "id": "a"}, {"prompt": "the dog", "id": "b"}]
+    code, out, err = run_cli("prepare", make_recipe(rows, prepare={"answers": answers}), "--json")
+    assert code == 0, err
+    counts, samples = json.loads(out), SampleTable(tmp_path / "run" / "samples")
+    assert counts["tokens"] == sum(samples.lengths)
+    assert counts["supervised_tokens"] == sum(int(samples[i].loss_mask.sum()) for i in range(len(samples)))
+    assert counts["dropped"] == ({} if answers == "verifier" else {"no assistant turn": 1})
