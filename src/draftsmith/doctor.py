@@ -160,11 +160,12 @@ def _devices() -> list[dict[str, Any]]:
         "kind": "cpu",
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "mkl": torch.backends.mkl.is_available(),  # type: ignore[no-untyped-call]
+        "mkl": torch.backends.mkl.is_available(),
     }
     cuda = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     gpus = [{"kind": "cuda", "name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in cuda]
-    return [cpu, *gpus]
+    has_mps = torch.backends.mps.is_available()  # type: ignore[no-untyped-call]
+    return [cpu, *gpus, *([{"kind": "mps"}] if has_mps else [])]
 
 
 def _memory_limit(total: int) -> int:

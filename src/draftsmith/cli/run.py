@@ -26,13 +26,13 @@ def run(recipe: RecipePath, assign: Assignments = None, redo: RedoStale = False)
 
 def run_recipe(recipe: Path, assign: list[str] | None, redo: bool) -> None:
     """Run every stage and print what each made; exit 1 if one did not pass."""
+    pipeline = open_pipeline(recipe, assign, "stale" if redo else "never")
     from rich.console import Console
 
     from draftsmith.cli.show import show
     from draftsmith.pipeline import STAGES
 
     console = Console()
-    pipeline = open_pipeline(recipe, assign, "stale" if redo else "never")
     for stage in STAGES:
         outcome = pipeline.run(stage)
         show(outcome, console)

@@ -133,7 +133,11 @@ def rotate(x_nhd: Tensor, cos_nd: Tensor, sin_nd: Tensor) -> Tensor:
 def new_draft(
     config: DraftConfig, vocabulary: DraftVocabulary, embedding_VH: Tensor, head_rows_DH: Tensor, seed: int
 ) -> Eagle3Draft:
-    """Make an untrained draft: verifier's embedding and lm_head rows, the rest N(0, 0.02) from `seed`, float32."""
+    """Make an untrained draft in float32.
+
+    Embedding and lm_head rows are the verifier's; matrices are N(0, 0.02) from `seed`, except `fc`: it begins as
+    the deepest aux state, passed through, plus N(0, 0.002).
+    """
     generator = torch.Generator().manual_seed(seed)
     draft = Eagle3Draft(config, vocabulary)
     with torch.no_grad():
@@ -142,4 +146,6 @@ def new_draft(
         for name, parameter in sorted(draft.named_parameters()):
             if parameter.dim() == 2 and not name.startswith(("embed_tokens", "lm_head")):
                 parameter.normal_(0.0, 0.02, generator=generator)
+        draft.fc.weight.mul_(0.1)
+        draft.fc.weight[:, -config.hidden_size :] += torch.eye(config.hidden_size)
     return draft

@@ -45,7 +45,7 @@ class Archive:
                 + (found[0] if found else "something else" if magic else "an empty file; write it again")
             )
         try:
-            with zipfile.ZipFile(cast(IO[bytes], _Limited(file))) as archive:
+            with zipfile.ZipFile(cast(IO[bytes], _Limited(file, file_bytes))) as archive:
                 infos = archive.infolist()
                 self._directory_start = archive.start_dir
         except Exception as error:  # whatever bytes at random can make of a directory
@@ -110,14 +110,15 @@ class Archive:
 class _Limited:
     """A file of which a limited number of bytes can be read."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self._left = file, MAX_DIRECTORY_BYTES
+    def __init__(self, file: IO[bytes], file_bytes: int) -> None:
+        self._file, self._file_bytes, self._left = file, file_bytes, MAX_DIRECTORY_BYTES
         self.seek, self.tell = file.seek, file.tell
 
     def read(self, size: int = -1) -> bytes:
         """Read `size` bytes, or up to the end."""
-        data = self._file.read(size if 0 <= size <= self._left else self._left + 1)
-        self._left -= len(data)
+        rest = max(0, self._file_bytes - self.tell())
+        wanted = rest if size < 0 else min(size, rest)
+        self._left -= wanted
         if self._left < 0:
             raise ValueError(f"more than {MAX_DIRECTORY_BYTES:,} bytes of directory")
-        return data
+        return self._file.read(wanted)
