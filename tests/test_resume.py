@@ -56,8 +56,8 @@ def many_rows(count: int) -> list[dict[str, object]]:
 
 
 def test_prepare_killed_while_the_verifier_answers(make_recipe: MakeRecipe, run_cli: Cli, tmp_path: Path) -> None:
-    rows = [{"prompt": f"the cat number {i} sat"} for i in range(60)]
-    recipe = make_recipe(rows, prepare={"batch_size": 2, "max_new_tokens": 60, "temperature": 0.8})
+    rows = [{"prompt": f"the cat number {i} sat"} for i in range(24)]
+    recipe = make_recipe(rows, prepare={"batch_size": 2, "max_new_tokens": 20, "temperature": 0.8})
     samples = tmp_path / "run" / "samples"
     kill_when(start("prepare", recipe), lambda: (samples / "answers" / "000003.json").exists())
     assert not (samples / "manifest.json").exists()

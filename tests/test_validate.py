@@ -16,6 +16,7 @@ from draftsmith.store.manifest import read_json
 from draftsmith.store.reader import Store
 from draftsmith.store.samples import Sample
 from draftsmith.store.shard import write_shard
+from draftsmith.validate.findings import CATALOGUE
 
 Cli = Callable[..., tuple[int, str, str]]
 Planes = dict[int, torch.Tensor]
@@ -259,3 +260,9 @@ def test_a_store_changed_after_validation_is_refused_by_train(run: Path, run_cli
     code, _, err = run_cli("train", run / "recipe.toml")
     assert code == 1
     assert "changed since it was validated" in err
+
+
+def test_every_code_is_documented_with_its_title_and_severity() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "checks.md").read_text()
+    for code, (severity, title) in CATALOGUE.items():
+        assert f"| {code} | {severity} | {title} |" in text

@@ -164,7 +164,7 @@ def _devices() -> list[dict[str, Any]]:
     }
     cuda = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     gpus = [{"kind": "cuda", "name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in cuda]
-    has_mps = torch.backends.mps.is_available()  # type: ignore[no-untyped-call]
+    has_mps = torch.backends.mps.is_available()
     return [cpu, *gpus, *([{"kind": "mps"}] if has_mps else [])]
 
 

@@ -69,7 +69,7 @@ class Pipeline:
             if not Path(name).is_file():
                 raise BadInput(f"{name}: no such file (prepare.input)")
         settings = recipe.model_dump(mode="json", exclude={"input"})
-        inputs = {Path(name).name: hash_file(Path(name)) for name in recipe.input}
+        inputs = {"files": [hash_file(Path(name)) for name in recipe.input]}
         return self._folder("samples", "prepare", settings, inputs, seed=self.recipe.seed)
 
     @property

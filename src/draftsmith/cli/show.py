@@ -86,18 +86,18 @@ def _show_evaluate(result: dict[str, Any], console: Console) -> None:
         f"{offline['targets_outside_draft_vocabulary']:,} targets outside the draft vocabulary",
     )
     positions = range(1, len(offline["reached"]) + 1)
-    table = Table(title="acceptance on held-out conversations", title_justify="left")
-    for column in ("", *(f"position {k}" for k in positions)):
+    table = Table(title="acceptance by draft position, held-out conversations", title_justify="left")
+    for column in ("", *(f"{k}" for k in positions)):
         table.add_column(column, justify="right" if column else "left")
     shares = [f"{share:.3f}" for share in offline["conditional_acceptance"]]
     lengths = [f"{length:.3f}" for length in offline["acceptance_length"].values()]
-    table.add_row("conditional acceptance, offline", *shares)
-    table.add_row("acceptance length up to here, offline", *lengths)
+    table.add_row("conditional, offline", *shares)
+    table.add_row("length up to here, offline", *lengths)
     real = result.get("real")
     if real:
         longest = max(real["methods"], key=lambda method: int(method["draft_length"]))
         decoded = [_number(share) for share in longest["conditional_acceptance"]]
-        table.add_row("conditional acceptance, decoded", *decoded, *[""] * (len(shares) - len(decoded)))
+        table.add_row("conditional, decoded", *decoded, *[""] * (len(shares) - len(decoded)))
     console.print(table)
     if real:
         _show_decoding(real, console)
@@ -105,7 +105,7 @@ def _show_evaluate(result: dict[str, Any], console: Console) -> None:
 
 def _show_decoding(real: dict[str, Any], console: Console) -> None:
     table = Table(title=f"greedy decoding of {real['prompts']} held-out prompts", title_justify="left")
-    for column in ("draft length", "acceptance length", "tokens/s", "speed-up", "answers as plain decoding"):
+    for column in ("draft length", "acceptance length", "tokens/s", "speed-up", "same answers"):
         table.add_column(column, justify="right")
     for method in real["methods"]:
         length = method["draft_length"]

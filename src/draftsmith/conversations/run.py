@@ -20,6 +20,7 @@ from draftsmith.conversations.rows import Conversation, RowReport, read_rows
 from draftsmith.draft.vocabulary import count_supervised, coverage
 from draftsmith.errors import BadInput
 from draftsmith.files import commit, hash_json, temporary_name, write_text
+from draftsmith.progress import progress
 from draftsmith.recipe import PrepareRecipe, VerifierRecipe
 from draftsmith.store.manifest import StageFolder
 from draftsmith.store.samples import SAMPLES_FILE, Sample, write_samples
@@ -49,7 +50,7 @@ def run_prepare(
         conversations = answer_all(conversations, chunks, tokenizer, end_ids, facts, recipe, verifier_recipe, seed)
     kept: list[tuple[Conversation, Sample]] = []
     truncated = 0
-    for conversation in conversations:
+    for conversation in _with_progress(conversations):
         try:
             if recipe.unfinished == "drop" and not conversation.finished:
                 raise Refused("answer cut at the token limit")
@@ -81,6 +82,13 @@ def run_prepare(
     folder.finish(counts, [SAMPLES_FILE, _CONVERSATIONS_FILE, _COUNTS_FILE])
     shutil.rmtree(chunks, ignore_errors=True)
     return counts
+
+
+def _with_progress(conversations: list[Conversation]) -> Iterator[Conversation]:
+    with progress("tokenise", len(conversations), "conversations") as meter:
+        for conversation in conversations:
+            yield conversation
+            meter.advance(1)
 
 
 def _split(conversation: Conversation, share: float, seed: int) -> str:

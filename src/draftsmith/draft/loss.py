@@ -51,14 +51,15 @@ def unroll_loss(
     steps = len(step_rows)
     if chunk_targets is None:
         chunk_targets = max(16, CHUNK_BYTES // (4 * lm_head_DH.shape[0] * steps))
-    sums = torch.zeros(2, steps, dtype=torch.float64)
     rows_MH = torch.cat(step_rows)
+    sums = torch.zeros(2, steps, dtype=torch.float64, device=rows_MH.device)
     weights = [weight / targets_in_batch for weight in step_weights]
     loss: Tensor = _ChunkedKL.apply(  # type: ignore[no-untyped-call]
         rows_MH, lm_head_DH, target_JH, head, plan, weights, chunk_targets, sums
     )
     counts = torch.tensor([len(rows) for rows in step_rows], dtype=torch.float64)
-    return loss, StepSums(sums[0], sums[1], counts)
+    kl, agreeing = sums.cpu()
+    return loss, StepSums(kl, agreeing, counts)
 
 
 class _ChunkedKL(torch.autograd.Function):

@@ -29,19 +29,19 @@ class DraftVocabulary:
     @property
     def d2t(self) -> Tensor:
         """Offsets [V_d] int64."""
-        return self.token_ids - torch.arange(len(self.token_ids))
+        return self.token_ids - torch.arange(len(self.token_ids), device=self.token_ids.device)
 
     @property
     def t2d(self) -> Tensor:
         """Membership [V] bool."""
-        member = torch.zeros(self.verifier_size, dtype=torch.bool)
+        member = torch.zeros(self.verifier_size, dtype=torch.bool, device=self.token_ids.device)
         member[self.token_ids] = True
         return member
 
     @classmethod
     def from_d2t(cls, d2t: Tensor, verifier_size: int) -> "DraftVocabulary":
         """Rebuild the vocabulary from stored offsets."""
-        return cls(d2t + torch.arange(len(d2t)), verifier_size)
+        return cls(d2t + torch.arange(len(d2t), device=d2t.device), verifier_size)
 
 
 def count_supervised(

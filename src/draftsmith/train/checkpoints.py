@@ -59,7 +59,7 @@ def restore(checkpoint: Path, draft: Eagle3Draft, optimizer: torch.optim.Optimiz
     moments = load_file(checkpoint / "training" / "optimizer.safetensors")
     for name, parameter in trained_parameters(draft):
         optimizer.state[parameter] = {
-            "step": torch.tensor(float(steps_done)),
+            "step": torch.tensor(float(steps_done), device=parameter.device),
             **{moment: moments[f"{name}.{moment}"].to(parameter.device) for moment in _MOMENTS},
         }
 

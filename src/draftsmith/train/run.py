@@ -19,6 +19,7 @@ from draftsmith.draft.rows import target_positions
 from draftsmith.draft.unroll import unroll
 from draftsmith.draft.vocabulary import choose_vocabulary, count_supervised
 from draftsmith.errors import BadInput, DraftsmithError
+from draftsmith.files import write_text
 from draftsmith.progress import progress
 from draftsmith.recipe import TrainRecipe, VerifierRecipe
 from draftsmith.store.manifest import StageFolder
@@ -61,23 +62,20 @@ def run_train(
     if not places:
         raise BadInput(f"{store_folder}: no sample of the train split has a supervised token to learn from")
     lengths = [len(place) for place in places]
-    epochs = [
-        epoch_steps(lengths, recipe.pack_tokens, recipe.packs_per_step, seed, epoch) for epoch in range(recipe.epochs)
+    steps = [
+        (epoch, packs)
+        for epoch in range(recipe.epochs)
+        for packs in epoch_steps(lengths, recipe.pack_tokens, recipe.packs_per_step, seed, epoch)
     ]
-    device = choose_device(verifier_recipe)
-    draft, head, vocabulary_coverage = _start(store, places, facts, recipe, verifier_recipe, seed)
-    draft, head = draft.to(device), head.to(device)
+    job = Job(folder.path, store, places, steps, recipe, choose_device(verifier_recipe))
+    draft, head_D, covered = _start(job, facts, verifier_recipe, seed)
     optimizer = make_optimizer(draft, recipe)
-
     folder.begin()
     checkpoint = latest_checkpoint(folder.path)
-    done = 0
     if checkpoint is not None:
         restore(checkpoint[0], draft, optimizer, checkpoint[1])
-        done = checkpoint[1]
-    steps = [step for epoch in epochs for step in epoch]
-    epoch_of = [number for number, epoch in enumerate(epochs) for _ in epoch]
-    last = _train(folder.path, store, places, steps, epoch_of, done, draft, head, optimizer, recipe, device)
+    last = train(job, draft, head_D, optimizer, done=checkpoint[1] if checkpoint else 0)
+    final = step_folder(folder.path, len(steps))
     counts = {
         "steps": len(steps),
         "epochs": recipe.epochs,
@@ -85,16 +83,27 @@ def run_train(
         "samples_without_target": len(store.split("train")) - len(places),
         "tokens_per_epoch": sum(lengths),
         "targets_per_epoch": sum(len(target_positions(place.loss_mask)) for place in places),
-        "pack_fill": round(sum(lengths) * recipe.epochs / (recipe.pack_tokens * sum(map(len, steps))), 4),
-        "draft_vocab_size": len(draft.vocabulary),
-        "vocabulary_coverage": vocabulary_coverage,
+        "packs": sum(len(packs) for _, packs in steps),
+        "draft_vocab_size": draft.config.draft_vocab_size,
+        "vocabulary_coverage": covered,
         "trained_parameters": sum(p.numel() for _, p in trained_parameters(draft)),
-        "final_loss": last["loss"] if last else None,
-        "draft": f"{step_folder(folder.path, len(steps)).name}/draft",
+        "final_loss": last["loss"],
+        "draft": f"{final.name}/draft",
     }
-    files = [str(p.relative_to(folder.path)) for p in step_folder(folder.path, len(steps)).rglob("*.*")]
-    folder.finish(counts, [name for name in files if (folder.path / name).is_file()])
+    folder.finish(counts, [str(path.relative_to(folder.path)) for path in final.rglob("*") if path.is_file()])
     return counts
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one training run is made of: `steps` are (epoch, packs of indices into `places`)."""
+
+    folder: Path
+    store: Store
+    places: list[SamplePlace]
+    steps: list[tuple[int, list[list[int]]]]
+    recipe: TrainRecipe
+    device: torch.device
 
 
 def make_optimizer(draft: Eagle3Draft, recipe: TrainRecipe) -> torch.optim.AdamW:
@@ -154,27 +163,18 @@ def optimizer_step(
     return StepResult(loss, kl, agreement, norm)
 
 
-def _train(
-    folder: Path,
-    store: Store,
-    places: list[SamplePlace],
-    steps: list[list[list[int]]],
-    epoch_of: list[int],
-    done: int,
-    draft: Eagle3Draft,
-    head: VerifierHead,
-    optimizer: torch.optim.Optimizer,
-    recipe: TrainRecipe,
-    device: torch.device,
-) -> dict[str, Any] | None:
-    """Run the steps from `done` on; return the last line of the metrics."""
-    head_D = head.rows(draft.vocabulary.token_ids)
-    metrics = _keep_first_lines(folder / METRICS, done)
-    last = json.loads(metrics[-1]) if metrics else None
-    tokens = [sum(len(places[i]) for pack in step for i in pack) for step in steps]
-    batches = load_ahead(store, places, steps[done:], len(recipe.step_weights), device)
+def train(
+    job: Job, draft: Eagle3Draft, head_D: VerifierHead, optimizer: torch.optim.Optimizer, done: int
+) -> dict[str, Any]:
+    """Run the steps after the first `done`; return the last line of the metrics."""
+    recipe, steps = job.recipe, job.steps
+    tokens = [sum(len(job.places[i]) for pack in packs for i in pack) for _, packs in steps]
+    last = _cut_metrics(job.folder / METRICS, done)
+    batches = load_ahead(
+        job.store, job.places, [packs for _, packs in steps[done:]], len(recipe.step_weights), job.device
+    )
     with (
-        (folder / METRICS).open("a", encoding="utf-8") as log,
+        (job.folder / METRICS).open("a", encoding="utf-8") as log,
         progress("train", sum(tokens), "tokens", sum(tokens[:done])) as meter,
     ):
         for number, packs in enumerate(batches, done):
@@ -183,12 +183,12 @@ def _train(
             for group in optimizer.param_groups:
                 group["lr"] = lr
             result = optimizer_step(draft, head_D, packs, optimizer, recipe.step_weights, recipe.clip_norm)
-            last = _metrics_line(number + 1, epoch_of[number], lr, result, packs, time.perf_counter() - began)
+            last = _metrics_line(number + 1, steps[number][0], lr, result, packs, time.perf_counter() - began)
             log.write(json.dumps(last) + "\n")
             log.flush()
             meter.advance(tokens[number], f"loss {result.loss:.3f}")
             if (number + 1) % recipe.checkpoint_steps == 0 or number + 1 == len(steps):
-                save_checkpoint(folder, draft, optimizer, number + 1)
+                save_checkpoint(job.folder, draft, optimizer, number + 1)
     return last
 
 
@@ -210,35 +210,26 @@ def _metrics_line(
     }
 
 
-def _keep_first_lines(path: Path, count: int) -> list[str]:
-    """Cut the metrics back to the checkpoint that training goes on from."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)[:count] if path.is_file() else []
-    path.write_text("".join(lines), encoding="utf-8")
-    return lines
+def _cut_metrics(path: Path, done: int) -> dict[str, Any]:
+    """Cut the metrics back to the checkpoint that training goes on from; return the last line left."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)[:done] if path.is_file() else []
+    write_text(path, "".join(lines))
+    return dict(json.loads(lines[-1])) if lines else {}
 
 
 def _start(
-    store: Store,
-    places: list[SamplePlace],
-    facts: VerifierFacts,
-    recipe: TrainRecipe,
-    verifier_recipe: VerifierRecipe,
-    seed: int,
+    job: Job, facts: VerifierFacts, verifier_recipe: VerifierRecipe, seed: int
 ) -> tuple[Eagle3Draft, VerifierHead, float]:
-    """Return the untrained draft, the verifier's head, and the share of supervised tokens that V_d covers."""
-    counts = count_supervised(((p.input_ids, p.loss_mask) for p in places), facts.vocab_size)
+    """Return the untrained draft, the verifier's head on the draft vocabulary, and that vocabulary's coverage."""
+    recipe = job.recipe
+    counts = count_supervised(((p.input_ids, p.loss_mask) for p in job.places), facts.vocab_size)
     tokenizer = load_tokenizer(facts.folder)
     keep = sorted({*special_ids(tokenizer), *end_of_turn_ids(facts.folder, tokenizer)})
     vocabulary = choose_vocabulary(counts, recipe.draft_vocab_size, keep)
-    config = derive_config(
-        facts,
-        len(vocabulary),
-        store.aux_boundaries,
-        recipe.norm_before_residual,
-        public_name(verifier_recipe.model),
-    )
-    head = read_head(facts)
-    draft = new_draft(config, vocabulary, read_embedding(facts), head.lm_head_VH[vocabulary.token_ids], seed)
+    name = public_name(verifier_recipe.model)
+    config = derive_config(facts, len(vocabulary), job.store.aux_boundaries, recipe.norm_before_residual, name)
+    head_D = read_head(facts).rows(vocabulary.token_ids)
+    draft = new_draft(config, vocabulary, read_embedding(facts), head_D.lm_head_VH, seed)
     draft.lm_head.weight.requires_grad_(recipe.train_lm_head)
     covered = int(counts[vocabulary.token_ids.numpy()].sum()) / int(counts.sum())
-    return draft, head, round(covered, 6)
+    return draft.to(job.device), head_D.to(job.device), round(covered, 6)

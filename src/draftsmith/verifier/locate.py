@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import shutil
+import sys
 from pathlib import Path
 
 from draftsmith.errors import BadInput
@@ -77,9 +78,12 @@ def _embedded() -> Path:
 
 
 def _dequantise(source: Path, target: Path) -> None:
-    import torch
+    import torch  # here, not above: finding a folder needs neither torch nor transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
 
+    print(f"dequantising the embedded verifier into {target.parent}, once", file=sys.stderr)
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         source, gguf_file=_GGUF_FILE, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
