@@ -142,3 +142,14 @@ def test_a_samples_manifest_counts_what_the_file_holds(
     assert counts["tokens"] == sum(samples.lengths)
     assert counts["supervised_tokens"] == sum(int(samples[i].loss_mask.sum()) for i in range(len(samples)))
     assert counts["dropped"] == ({} if answers == "verifier" else {"no assistant turn": 1})
+
+
+def test_a_kill_while_the_identity_is_written_does_not_block_the_stage(
+    make_recipe: MakeRecipe, run_cli: Cli, tmp_path: Path
+) -> None:
+    samples = tmp_path / "run" / "samples"
+    samples.mkdir(parents=True)
+    (samples / "identity.json.tmp").write_text('{"made')
+    code, out, err = run_cli("prepare", make_recipe())
+    assert code == 0, out + err
+    assert not (samples / "identity.json.tmp").exists()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftsmith.errors import BadInput, DraftsmithError
-from draftsmith.files import hash_file, hash_json, remove_leftovers, write_json
+from draftsmith.files import TEMPORARY_SUFFIX, hash_file, hash_json, remove_leftovers, write_json
 
 MANIFEST = "manifest.json"
 State = Literal["fresh", "resume", "done"]
@@ -34,7 +34,7 @@ class StageFolder:
         """Return how far the folder is; raise BadInput if it was made from something else."""
         identity_file = self.path / self.identity_name
         if not identity_file.is_file():
-            if self.path.is_dir() and any(self.path.iterdir()):
+            if self.path.is_dir() and any(file.suffix != TEMPORARY_SUFFIX for file in self.path.iterdir()):
                 raise BadInput(
                     f"{self.path}: not empty, and no {self.identity_name} says what it is. "
                     "Choose another run_dir, or remove it."
