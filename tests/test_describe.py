@@ -19,7 +19,9 @@ from draftsmith.cli.main import main
 from draftsmith.errors import BadInput
 from draftsmith.interop.describe import describe
 from draftsmith.interop.description import Description
+from draftsmith.interop.formats import open_data
 from draftsmith.store.safetensors_header import read_safetensors_header
+from draftsmith.validate.overview import describe_data
 
 LAYER_IDS, BOUNDARIES = [2, 30, 58, 60], [3, 31, 59, 61]
 
@@ -61,7 +63,7 @@ def test_a_large_v1_file_is_described_fast_without_its_tensors(tmp_path: Path) -
     assert path.stat().st_size > 29_000_000
     for target in (path, path.parent, tmp_path):
         began, read_before = time.process_time(), bytes_read() if sys.platform == "linux" else 0
-        description = describe(target)
+        description = describe(target) if target.is_file() else folder(target)
         assert time.process_time() - began < 1
         if sys.platform == "linux":
             assert bytes_read() - read_before < 1_000_000
@@ -73,73 +75,76 @@ def test_a_large_v1_file_is_described_fast_without_its_tensors(tmp_path: Path) -
         assert [row.dtype for row in description.tensors] == ["I64", *["BF16"] * 4, "I64"]
 
 
+def folder(path: Path) -> Description:
+    return describe_data(open_data(path))
+
+
 def test_v1_config_above_the_rows_folders(tmp_path: Path) -> None:
     path = save_v1(tmp_path / "rows_0-2000" / "data_1.pt", 6)
     save_config(tmp_path)
     description = describe(path)
     assert description.facts["boundaries"] == BOUNDARIES
     assert [row.boundary for row in description.tensors] == [None, *BOUNDARIES, None]
-    assert describe(path.parent).facts["boundaries"] == BOUNDARIES
-    assert describe(tmp_path).facts["verifier"] == "a/verifier"
+    assert folder(path.parent).facts["boundaries"] == BOUNDARIES
+    assert folder(tmp_path).facts["verifier"] == "a/verifier"
+    assert folder(tmp_path).facts["layer ids in their numbering"] == "[2, 30, 58, 60] (speculators-v1)"
 
 
 def test_a_v1_file_without_config_says_that_layers_are_not_known(tmp_path: Path) -> None:
     description = describe(save_v1(tmp_path / "a" / "b" / "data_0.pt", 6))
     assert description.facts["boundaries"] is None
-    assert "do not say which layers" in description.notes[0]
+    assert "which layers is not said" in note(description, "DS124")
     assert {row.boundary for row in description.tensors} == {None}
 
 
 def test_v1_folder_counts_and_damage(tmp_path: Path) -> None:
-    folder = tmp_path / "data"
+    data = tmp_path / "data"
     for index, tokens in ((0, 5), (1, 7), (2, 12), (6, 8)):
-        save_v1(folder / f"data_{index}.pt", tokens)
-    save_v1(folder / "rows_0-2000" / "data_2.pt", 8)
-    save_v1(folder / "rows_0-2000" / "data_4000.pt", 9, states=3)
-    save_v1(folder / "data_7.pt", 20, rows=16)
-    whole = (folder / "data_0.pt").read_bytes()
-    (folder / "data_3.pt").write_bytes(whole[:1000])
-    torch.save({1: 2}, folder / "token_freq.pt")
-    save_config(folder)
-    (folder / "sample_lengths.json").write_text(json.dumps({"0": 5, "1": 7, "2": 12, "6": 80, "3": 5, "4000": 9}))
-    description = describe(folder)
+        save_v1(data / f"data_{index}.pt", tokens)
+    save_v1(data / "rows_0-2000" / "data_2.pt", 8)
+    save_v1(data / "rows_0-2000" / "data_4000.pt", 9, states=3)
+    save_v1(data / "data_7.pt", 20, rows=16)
+    whole = (data / "data_0.pt").read_bytes()
+    (data / "data_3.pt").write_bytes(whole[:1000])
+    torch.save({1: 2}, data / "token_freq.pt")
+    save_config(data)
+    (data / "sample_lengths.json").write_text(json.dumps({"0": 5, "1": 7, "2": 12, "6": 80, "3": 5, "4000": 9}))
+    description = folder(data)
     facts = description.facts
-    assert (facts["files"], facts["bad files"], facts["tokens"]) == (8, 2, 5 + 7 + 12 + 8 + 8 + 9)
+    assert (facts["files"], facts["samples"], facts["tokens"]) == (8, 6, 5 + 7 + 12 + 8 + 8 + 9)
+    assert facts["supervised tokens"] == facts["tokens"]
     assert facts["length min / median / max"] == [5, 8, 12]
-    assert facts["bytes"] == sum(
-        path.stat().st_size for path in folder.rglob("data_*.pt") if path.name not in ("data_3.pt", "data_7.pt")
-    )
-    assert note(description, "holes") == "holes: 3,994 numbers have no file: 4-5, 8-3999"
-    assert note(description, "duplicates").endswith(": 2")
-    assert "3 states BF16 [T, 4]" in note(description, "unlike")
-    assert "rows_0-2000/data_4000.pt" in note(description, "unlike")
-    assert note(description, "stray") == "stray: token_freq.pt"
-    assert note(description, "1 files have a number outside")
-    assert "for 2 files" in note(description, "sample_lengths.json")  # data_6, and data_2 of the rows folder
-    bad = [text for text in description.notes if text.startswith("bad: ")]
-    assert bad[0].startswith("bad: data_3.pt: truncated")
-    assert "data_7.pt: hidden_states[0] is [16, 4], wanted [20, 4]" in bad[1]
-    assert "says 3 samples, found 8 files" in note(description, "data_config.json")
+    assert facts["bytes"] == sum(path.stat().st_size for path in data.rglob("data_*.pt"))
+    assert "3,994 have no file: 4-5, 8-3999" in note(description, "DS120")
+    assert "the number 2 once" in note(description, "DS121")
+    assert "rows_0-2000/data_4000.pt: wanted 4 states, as most files have; found 3" in note(description, "DS115")
+    assert "token_freq.pt" in note(description, "DS106")
+    assert "data_4000.pt" in note(description, "DS122")
+    lengths = [text for text in description.notes if text.startswith("DS118")]
+    assert len(lengths) == 2  # data_6, and data_2 of the rows folder
+    assert "data_3.pt: wanted a readable file; found truncated" in note(description, "DS108")
+    assert "data_7.pt" in note(description, "DS116")
+    assert "8 files, num_samples 3" in note(description, "DS125")
 
 
 def test_v1_config_that_does_not_fit(tmp_path: Path) -> None:
     save_v1(tmp_path / "data_0.pt", 5)
-    save_config(tmp_path, hidden_states={"layer_ids": [2, 30]}, model={"hidden_size": 8})
-    description = describe(tmp_path)
-    assert "names 2 layers" in description.notes[0]
-    assert "hidden_size 8, the files have 4" in description.notes[1]
+    save_config(tmp_path, hidden_states={"layer_ids": [2, 30]}, model={"hidden_size": 8}, data={})
+    description = folder(tmp_path)
+    assert "2 states, one for each layer named; found 4 states" in note(description, "DS115")
+    assert "hidden_size 4, as the files have; found 8" in note(description, "DS125")
     assert {row.boundary for row in description.tensors} == {None}
     (tmp_path / "data_config.json").write_text("{")
-    assert "cannot be used" in describe(tmp_path).notes[0]
+    assert "not valid JSON" in note(folder(tmp_path), "DS125")
     save_config(tmp_path, hidden_states=None)
-    assert "no hidden_states.layer_ids" in describe(tmp_path).notes[0]
+    assert "hidden_states.layer_ids" in note(folder(tmp_path), "DS124")
 
 
 def test_a_rows_folder_by_itself_begins_at_its_own_number(tmp_path: Path) -> None:
     for index in (2000, 2001, 2003):
         save_v1(tmp_path / "rows_2000-4000" / f"data_{index}.pt", 5)
-    assert note(describe(tmp_path / "rows_2000-4000"), "holes") == "holes: 1 numbers have no file: 2002"
-    assert note(describe(tmp_path), "holes") == "holes: 2,001 numbers have no file: 0-1999, 2002"
+    assert note(folder(tmp_path / "rows_2000-4000"), "DS120").endswith("1 have no file: 2002")
+    assert note(folder(tmp_path), "DS120").endswith("2,001 have no file: 0-1999, 2002")
 
 
 def write_store(folder: Path) -> Path:

@@ -39,14 +39,11 @@ class _Head:
 class _Store:
     """One stored sample."""
 
-    aux_boundaries = (1, 2, 3)
-    last_boundary = 9
-
-    def __init__(self, states: dict[int, torch.Tensor]) -> None:
+    def __init__(self, states: list[torch.Tensor]) -> None:
         self._states = states
 
-    def read(self, _place: object) -> Any:
-        return type("Stored", (), {"states": self._states})()
+    def read(self, _place: object) -> list[torch.Tensor]:
+        return self._states
 
 
 class _Place:
@@ -70,9 +67,9 @@ def test_chains_of_a_drawn_example(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     ids = [9, 9, 9, 5, 6, 7, 8]
     verifier = {3: 6, 4: 7, 5: 3}
-    states = {b: torch.zeros(7, HIDDEN) for b in (1, 2, 3, 9)}
+    states = [torch.zeros(7, HIDDEN) for _ in range(4)]
     for j, token in verifier.items():
-        states[9][j, 0] = token
+        states[-1][j, 0] = token
     drafted = iter([[6, 7, 3], [9, 7, 0], [9, 9, 3]])  # rows with a target at each step, by ascending target
     monkeypatch.setattr("draftsmith.evaluate.offline.unroll", lambda *_: [torch.zeros(3, 1)] * 3)
     monkeypatch.setattr("draftsmith.evaluate.offline._greedy", lambda *_: torch.tensor(next(drafted)))

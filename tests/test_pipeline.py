@@ -9,10 +9,16 @@ import torch
 from safetensors import safe_open
 
 from conftest import HIDDEN, LAYERS, MakeRecipe
-from draftsmith.store.reader import Store
+from draftsmith.interop.formats import open_data
+from draftsmith.interop.source import Source
 from draftsmith.store.samples import SampleTable
 
 Cli = Callable[..., tuple[int, str, str]]
+
+
+def open_source(folder: Path) -> Source:
+    data = open_data(folder)
+    return Source(data, data.layout.boundaries or [])
 
 
 def test_all_stages_then_nothing_is_done_again(make_recipe: MakeRecipe, run_cli: Cli, tmp_path: Path) -> None:
@@ -96,18 +102,18 @@ def test_the_store_holds_what_transformers_computes(
     recipe = make_recipe()
     assert run_cli("prepare", recipe)[0] == 0
     assert run_cli("extract", recipe)[0] == 0
-    store, samples = Store(tmp_path / "run" / "store"), SampleTable(tmp_path / "run" / "samples")
+    store, samples = open_source(tmp_path / "run" / "store"), SampleTable(tmp_path / "run" / "samples")
     model = AutoModelForCausalLM.from_pretrained(tiny_verifier, dtype=torch.float32).eval()
     assert store.boundaries == [2, 4, 5, LAYERS]
     assert sorted(place.id for place in store.places) == sorted(samples.ids)
     for place in store.places[::7]:
-        sample = store.read(place)
-        ids = torch.tensor(sample.input_ids.astype("int64"))[None]
+        states = dict(zip(store.boundaries, store.read(place), strict=True))
+        ids = torch.tensor(place.input_ids.astype("int64"))[None]
         with torch.no_grad():
             hidden = model(ids, output_hidden_states=True).hidden_states
         for boundary in (2, 4, 5):
-            torch.testing.assert_close(sample.states[boundary].float(), hidden[boundary][0], rtol=1e-2, atol=1e-2)
-        normed = model.model.norm(sample.states[LAYERS].float())
+            torch.testing.assert_close(states[boundary].float(), hidden[boundary][0], rtol=1e-2, atol=1e-2)
+        normed = model.model.norm(states[LAYERS].float())
         torch.testing.assert_close(normed, hidden[-1][0], rtol=2e-2, atol=2e-2)
 
 

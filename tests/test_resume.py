@@ -121,4 +121,5 @@ def test_train_killed_continues_bit_for_bit(make_recipe: MakeRecipe, run_cli: Cl
 def test_a_stage_before_its_input_says_what_is_missing(make_recipe: MakeRecipe, run_cli: Cli, stage: str) -> None:
     code, _, err = run_cli(stage, make_recipe())
     assert code == 2
-    assert "not there (no manifest.json). Run the stage that writes it first." in err
+    assert "not there" in err
+    assert "first" in err

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from draftsmith.errors import DraftsmithError
+from draftsmith.interop.source import read_states
 from draftsmith.store.plan import plan_shards
 from draftsmith.store.samples import Sample, SampleTable, write_samples
-from draftsmith.store.shard import SHARD_OVERHEAD, Shard, open_shard, write_shard
+from draftsmith.store.shard import SHARD_OVERHEAD, Shard, open_shard
+from draftsmith.store.shard_writer import write_shard
 
 
 def make_shard(path: Path, lengths: list[int] | None = None) -> tuple[list[Sample], dict[int, torch.Tensor]]:
@@ -35,8 +37,8 @@ def make_shard(path: Path, lengths: list[int] | None = None) -> tuple[list[Sampl
 
 
 def read_everything(shard: Shard) -> None:
-    for index in range(len(shard)):
-        shard.read_states(index, shard.boundaries)
+    for sample in shard.samples("train"):
+        read_states(sample)
 
 
 def test_any_safetensors_reader_sees_the_documented_tensors(tmp_path: Path) -> None:
@@ -64,9 +66,9 @@ def test_any_safetensors_reader_sees_the_documented_tensors(tmp_path: Path) -> N
 def test_a_sample_is_read_back_by_itself(tmp_path: Path) -> None:
     samples, planes = make_shard(tmp_path / "s.safetensors")
     shard = open_shard(tmp_path / "s.safetensors")
-    states = shard.read_states(1, [2, 9])
-    assert list(states) == [2, 9]
-    assert torch.equal(states[9], planes[9][3:8])
+    states = read_states(shard.samples("train")[1], [0, 2])
+    assert torch.equal(states[0], planes[2][3:8])
+    assert torch.equal(states[1], planes[9][3:8])
     assert shard.ids == [sample.id for sample in samples]
 
 

@@ -70,8 +70,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what an interrupted run left under a temporary name in `folder`."""
-    for leftover in folder.glob("*" + TEMPORARY_SUFFIX):
+    """Delete what an interrupted run left under a temporary name in `folder`: ours, and safetensors' own `.tmp...`."""
+    for leftover in [*folder.glob("*" + TEMPORARY_SUFFIX), *folder.glob(TEMPORARY_SUFFIX + "*")]:
         if leftover.is_dir():
             shutil.rmtree(leftover)
         else:

@@ -14,13 +14,16 @@ from draftsmith.errors import BadInput
 from draftsmith.evaluate.run import RESULT, run_evaluate
 from draftsmith.extract.run import run_extract
 from draftsmith.files import hash_file
+from draftsmith.interop.data import Data
 from draftsmith.interop.export import run_export
+from draftsmith.interop.formats import open_data
+from draftsmith.interop.source import Source, fingerprint
+from draftsmith.interop.store_data import StoreData
 from draftsmith.recipe import Recipe
-from draftsmith.store.manifest import StageFolder, content_hash, read_json, read_manifest
-from draftsmith.store.reader import STORE_IDENTITY
-from draftsmith.store.validation import RECORD
+from draftsmith.store.manifest import MANIFEST, STORE_IDENTITY, StageFolder, content_hash, read_json, read_manifest
+from draftsmith.store.validation import RECORD, read_record, require_passed, write_record
 from draftsmith.train.run import run_train
-from draftsmith.validate.run import run_validate
+from draftsmith.validate.run import Validation, run_validate
 from draftsmith.verifier.facts import VerifierFacts, read_facts
 from draftsmith.verifier.locate import locate
 
@@ -80,16 +83,56 @@ class Pipeline:
         return self._folder("store", "extract", settings, inputs, identity_name=STORE_IDENTITY)
 
     @property
+    def _data_path(self) -> Path:
+        """Where the hidden states are: another tool's, or this run's own store."""
+        return Path(self.recipe.data.path) if self.recipe.data.path else self._run_dir / "store"
+
+    @cached_property
+    def data(self) -> Data:
+        """The hidden states to validate and to train on."""
+        if not (self.recipe.data.path or (self._data_path / STORE_IDENTITY).is_file()):
+            raise BadInput(f"{self._data_path}: not there. Run draftsmith extract first, or set data.path.")
+        return open_data(self._data_path)
+
+    @cached_property
+    def _data_hash(self) -> str:
+        return fingerprint(self.data)
+
+    @property
+    def _record(self) -> Path:
+        return (self._data_path if isinstance(self.data, StoreData) else self._run_dir) / RECORD
+
+    @property
+    def stages(self) -> tuple[StageName, ...]:
+        """The stages that this recipe has: with `data.path`, none that make a store."""
+        return STAGES[2:] if self.recipe.data.path else STAGES
+
+    def source(self) -> Source:
+        """The hidden states as training reads them; raise DraftsmithError unless they passed validation."""
+        record = read_record(self._record, self._data_hash)
+        if not self.recipe.train.accept_unvalidated:
+            require_passed(self._record, self._data_path, self._data_hash)
+        boundaries = self.recipe.data.boundaries or self.data.layout.boundaries or (record or {}).get("boundaries")
+        if not boundaries:
+            raise BadInput(
+                f"{self._data_path}: which layers its states are of is not known. Validate it at depth meaning, which "
+                "finds out, or set data.boundaries."
+            )
+        return Source(self.data, boundaries, self.recipe.data.validation_share, self.recipe.seed)
+
+    @property
     def checkpoint(self) -> StageFolder:
         """checkpoint/, made from the store."""
-        inputs = {"store": content_hash(self._run_dir / "store")}
+        inputs: dict[str, Any] = {"store": self._data_hash}
+        if self.recipe.data.path:
+            inputs["data"] = self.recipe.data.model_dump(mode="json", exclude={"path"})
         settings = self.recipe.train.model_dump(mode="json", exclude={"accept_unvalidated", "checkpoint_steps"})
         return self._folder("checkpoint", "train", settings, inputs, seed=self.recipe.seed)
 
     @property
     def evaluation(self) -> StageFolder:
         """evaluation/, made from the checkpoint and the store's validation split."""
-        inputs = {name: content_hash(self._run_dir / name) for name in ("checkpoint", "store")}
+        inputs = {"checkpoint": content_hash(self._run_dir / "checkpoint"), "store": self._data_hash}
         return self._folder("evaluation", "evaluate", self.recipe.evaluate.model_dump(mode="json"), inputs)
 
     @property
@@ -101,6 +144,8 @@ class Pipeline:
 
     def run(self, stage: StageName) -> Outcome:
         """Run one stage, unless it is up to date."""
+        if stage not in self.stages:
+            raise BadInput(f"data.path is set: this recipe takes {self._data_path} and has no stage {stage}")
         if stage == "validate":
             return self._validate()
         folder: StageFolder = getattr(self, _FOLDERS[stage])
@@ -118,12 +163,12 @@ class Pipeline:
             case "extract":
                 return run_extract(folder, run_dir / "samples", self.facts, recipe.extract, recipe.verifier)
             case "train":
-                return run_train(folder, run_dir / "store", self.facts, recipe.train, recipe.verifier, recipe.seed)
+                return run_train(folder, self.source(), self.facts, recipe.train, recipe.verifier, recipe.seed)
             case "evaluate":
                 return run_evaluate(
                     folder,
                     run_dir / "checkpoint",
-                    run_dir / "store",
+                    self.source(),
                     self.facts,
                     recipe.evaluate,
                     recipe.verifier,
@@ -134,19 +179,20 @@ class Pipeline:
                 raise AssertionError("validate writes no folder of its own")
 
     def _validate(self) -> Outcome:
-        folder, recipe = self._run_dir / "store", self.recipe.validate_
-        record = read_json(folder / RECORD) if (folder / RECORD).is_file() else None
-        settings = recipe.model_dump(mode="json")
-        if (
-            record is not None
-            and self.redo != "always"
-            and record["passed"]
-            and record["settings"] == settings
-            and record["store"] == content_hash(folder)
-        ):
-            return Outcome("validate", folder, record, up_to_date=True)
-        report = run_validate(folder, self.facts, recipe)
-        return Outcome("validate", folder, report, up_to_date=False, passed=report["passed"])
+        data, recipe = self.data, self.recipe.validate_
+        record = read_record(self._record, self._data_hash) if self._is_whole() else None
+        settings = recipe.model_dump(mode="json", exclude={"jobs"})
+        if record is not None and self.redo != "always" and record["passed"] and record["settings"] == settings:
+            return Outcome("validate", data.path, record, up_to_date=True)
+        named = self.recipe.data.boundaries or None
+        report = run_validate(Validation(data, self.facts, recipe, self.recipe.verifier, named))
+        if self._is_whole():
+            write_record(self._record, self._data_hash, report)
+        return Outcome("validate", data.path, report, up_to_date=False, passed=report["passed"])
+
+    def _is_whole(self) -> bool:
+        """Say whether the data can have a record: a store that is unfinished has no hash."""
+        return not isinstance(self.data, StoreData) or (self.data.path / MANIFEST).is_file()
 
     def _folder(
         self,

@@ -28,7 +28,7 @@ class VerifierRecipe(_Section):
 class PrepareRecipe(_Section):
     """Rows of conversations or prompts -> samples with loss masks."""
 
-    input: list[str] = Field(description="JSONL files; rows hold `messages` or a `prompt`")
+    input: list[str] = Field([], description="JSONL files; rows hold `messages` or a `prompt`")
     answers: Literal["verifier", "keep"] = Field(
         "verifier", description="who writes the assistant turns: the verifier, or they are kept as they are"
     )
@@ -63,10 +63,24 @@ class ExtractRecipe(_Section):
     shard_mib: int = Field(512, ge=1, le=512, description="largest shard, in MiB; a kill loses at most one")
 
 
+class DataRecipe(_Section):
+    """Hidden states that another tool wrote, used in place of this run's own store."""
+
+    path: str = Field("", description="any format that `inspect` knows; empty: prepare and extract make a store")
+    boundaries: list[int] = Field(
+        [], description="boundaries of its states, the last layer's included; empty: as the files or validate say"
+    )
+    validation_share: float = Field(
+        0.1, ge=0.0, lt=1.0, description="share of its samples held out, where the format has no split"
+    )
+
+
 class ValidateRecipe(_Section):
-    """Store -> findings."""
+    """Hidden states -> findings."""
 
     depth: Literal["structure", "values", "meaning"] = Field("meaning", description="how deep to look")
+    spot_samples: int = Field(4, ge=0, description="samples on which the verifier itself runs; 0: none")
+    jobs: int = Field(0, ge=0, description="processes that read files; 0: one per core")
     positions: int = Field(16384, ge=16, description="positions that the meaning check looks at, spread evenly")
     min_agreement: float = Field(
         0.3, ge=0.0, le=1.0, description="least share of next tokens that the last state must predict"
@@ -126,7 +140,8 @@ class Recipe(_Section):
     run_dir: str = Field("run", description="the stages write their folders here")
     seed: int = Field(0, ge=0, description="seeds sampling of answers, the split, weights and data order")
     verifier: VerifierRecipe
-    prepare: PrepareRecipe
+    prepare: PrepareRecipe = PrepareRecipe()
+    data: DataRecipe = DataRecipe()
     extract: ExtractRecipe = ExtractRecipe()
     validate_: ValidateRecipe = Field(ValidateRecipe(), alias="validate")
     train: TrainRecipe = TrainRecipe()
@@ -135,6 +150,8 @@ class Recipe(_Section):
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> "Recipe":
+        if not self.prepare.input and not self.data.path:
+            raise ValueError("prepare.input: required, but not there (or data.path, states of another tool)")
         if self.prepare.max_new_tokens >= self.prepare.max_length:
             raise ValueError("prepare.max_new_tokens must be smaller than prepare.max_length")
         return self
@@ -212,6 +229,7 @@ def _resolve_paths(recipe: Recipe, base: Path) -> Recipe:
             "run_dir": str(base / recipe.run_dir),
             "prepare": recipe.prepare.model_copy(update={"input": inputs}),
             "verifier": recipe.verifier.model_copy(update={"model": model}),
+            "data": recipe.data.model_copy(update={"path": str(base / recipe.data.path) if recipe.data.path else ""}),
         }
     )
 

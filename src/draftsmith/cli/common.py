@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from draftsmith.errors import BadInput
+
 RecipePath = Annotated[Path, typer.Argument(help="The recipe file (TOML).", show_default=False)]
 Assignments = Annotated[
     list[str] | None,
@@ -13,6 +15,14 @@ Assignments = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 Redo = Annotated[bool, typer.Option("--redo", help="Replace what an earlier run of the stage wrote.")]
+
+
+def parse_boundaries(text: str | None) -> list[int] | None:
+    """Read the value of --boundaries; raise BadInput if it is not a list of numbers."""
+    try:
+        return [int(number) for number in text.split(",")] if text is not None else None
+    except ValueError as error:
+        raise BadInput(f"--boundaries {text}: wanted numbers, for example 2,15,27,30") from error
 
 
 def print_json(value: Any) -> None:

@@ -1,5 +1,7 @@
 """`draftsmith inspect`: say what a file or folder is, from its headers alone."""
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,6 +11,7 @@ from rich.table import Table
 
 from draftsmith.cli.common import AsJson, print_json
 
+_BAR_WIDTH = 30
 _PIPE_WIDTH = 160  # where there is no terminal whose width would limit a table
 
 
@@ -19,23 +22,41 @@ def register(app: typer.Typer) -> None:
 
 def inspect(
     path: Annotated[Path, typer.Argument(help="A file or a folder.", show_default=False)],
+    sample: Annotated[
+        int | None, typer.Option(help="Show the text of this sample, supervised tokens coloured.", show_default=False)
+    ] = None,
+    verifier: Annotated[
+        str | None, typer.Option(help="The verifier whose tokenizer --sample uses.", show_default=False)
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="Processes that read headers.", min=1)] = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a file or folder is: layers, tensors, counts, damage. Reads headers, never tensors.
+    """Say what a file or folder is: layers, tensors, counts, damage. Reads headers and masks, never states.
 
-    Known are draftsmith's folders, safetensors, torch.save files, and speculators v1 data.
+    Known are draftsmith's folders, safetensors and torch.save files, and the hidden states of speculators (v0, v1,
+    0.5 and later) and SpecForge.
 
-    Example: draftsmith inspect rows_0-2000/data_0.pt
+    Example: draftsmith inspect rows_0-2000 --sample 3 --verifier Qwen/Qwen3-8B
     """
     from draftsmith.interop.describe import describe
+    from draftsmith.interop.formats import foreign_data
 
-    description = describe(path)
+    if sample is not None:
+        _show_sample(path, sample, verifier)
+        return
+    data = foreign_data(path)
+    if data is not None:
+        from draftsmith.validate.overview import describe_data
+
+        description = describe_data(data, jobs)
+    else:
+        description = describe(path)
     if as_json:
         print_json(description.as_json())
         return
     print(f"{description.path}: {description.kind}")
     for key, value in description.facts.items():
-        print(f"  {key}: {_shown(value)}")
+        print(f"  {key}: " + ("".join(_bars(value)) if key == "lengths" else _shown(value)))
     if description.tensors:
         table = Table("tensor", "dtype", "shape", "boundary")
         for row in description.tensors:
@@ -45,6 +66,37 @@ def inspect(
         console.print(table, width=None if console.is_terminal else _PIPE_WIDTH, crop=False)
     for note in description.notes:
         print(f"note: {note}")
+
+
+def _show_sample(path: Path, number: int, verifier: str | None) -> None:
+    """Print one sample's text: supervised tokens green on a terminal, between ⟦ and ⟧ elsewhere."""
+    from draftsmith.errors import BadInput
+    from draftsmith.interop.formats import open_data
+    from draftsmith.validate.text import spans_of, text_of
+    from draftsmith.verifier.locate import locate
+    from draftsmith.verifier.tokens import load_tokenizer
+
+    data = open_data(path)
+    name = verifier or data.layout.verifier
+    if name is None:
+        raise BadInput(f"{path}: the files do not name their verifier; name it with --verifier")
+    found = spans_of(data, number)
+    console = Console(markup=False, highlight=False, emoji=False)
+    print(f"{found.where}: {found.tokens:,} tokens, {found.supervised:,} supervised")
+    for text, supervised in text_of(found, load_tokenizer(locate(name))):
+        if console.is_terminal:
+            console.print(text, style="green" if supervised else "dim", end="")
+        else:
+            print(f"⟦{text}⟧" if supervised else text, end="")
+    print()
+
+
+def _bars(histogram: dict[str, Any]) -> Iterator[str]:
+    """Yield a histogram as lines of text."""
+    edges, counts = histogram["edges"], histogram["counts"]
+    for low, high, count in zip(edges, edges[1:], counts, strict=False):
+        bar = "#" * math.ceil(_BAR_WIDTH * count / max(counts))
+        yield f"\n    {math.ceil(low):>7,} to {math.ceil(high):>7,}  {bar:<{_BAR_WIDTH}} {count:,}"
 
 
 def _shown(value: Any) -> str:

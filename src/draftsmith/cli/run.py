@@ -30,10 +30,9 @@ def run_recipe(recipe: Path, assign: list[str] | None, redo: bool) -> None:
     from rich.console import Console
 
     from draftsmith.cli.show import show
-    from draftsmith.pipeline import STAGES
 
     console = Console()
-    for stage in STAGES:
+    for stage in pipeline.stages:
         outcome = pipeline.run(stage)
         show(outcome, console)
         if not outcome.passed:

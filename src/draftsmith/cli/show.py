@@ -8,6 +8,8 @@ from rich.table import Table
 
 from draftsmith.pipeline import Outcome
 
+PLACES = 3  # shown of each code
+
 
 def show(outcome: Outcome, console: Console) -> None:
     """Print one stage's outcome."""
@@ -45,11 +47,11 @@ def _show_extract(counts: dict[str, Any], console: Console) -> None:
 
 
 def _show_validate(report: dict[str, Any], console: Console) -> None:
-    for finding in report["findings"]:
-        colour = "red" if finding["severity"] == "error" else "yellow"
-        _line(console, f"  [{colour}]{finding['code']} {finding['severity']}[/{colour}] {finding['title']}")
-        for key in ("where", "expected", "found", "todo"):
-            _line(console, f"    {key}: {finding[key]}", markup=False)
+    counts = f"{report['samples']:,} samples in {report['files']:,} files"
+    tokens = f"{report['tokens']:,} tokens, {report['supervised_tokens']:,} supervised"
+    _line(console, f"  {report['title']}: {counts}, {tokens}")
+    _line(console, f"  boundaries {report['boundaries'] or 'not known'} (from: {report['boundaries_from'] or '-'})")
+    _show_findings(report, console)
     if report.get("agreement"):
         table = Table(title="does the last state predict the next token?", title_justify="left")
         table.add_column("hypothesis")
@@ -61,8 +63,33 @@ def _show_validate(report: dict[str, Any], console: Console) -> None:
             console,
             f"  {report['positions']:,} of {report['supervised_positions']:,} supervised positions looked at",
         )
+    if report.get("spot"):
+        spot = report["spot"]
+        pairs = zip(spot["boundaries"], spot["relative_differences"], strict=True)
+        held = ", ".join(f"{'none' if b is None else b} ({difference:.2%})" for b, difference in pairs)
+        _line(console, f"  spot check on {spot['samples']} samples: boundaries held (difference): {held}")
     verdict = "passed" if report["passed"] else "did not pass"
     _line(console, f"  {verdict} at depth {report['depth']}")
+
+
+def _show_findings(report: dict[str, Any], console: Console) -> None:
+    """Print a row per code with its count, and the first places with what was found."""
+    if not report["counts"]:
+        return
+    first: dict[str, list[dict[str, Any]]] = {}
+    for finding in report["findings"]:
+        first.setdefault(finding["code"], []).append(finding)
+    for code, findings in first.items():
+        colour = "red" if findings[0]["severity"] == "error" else "yellow"
+        count = report["counts"][code]
+        title = f"[{colour}]{code} {findings[0]['severity']}[/{colour}] {findings[0]['title']}: {count:,}"
+        _line(console, f"  {title}")
+        for finding in findings[:PLACES]:
+            text = f"    {finding['where']}: wanted {finding['expected']}; found {finding['found']}"
+            _line(console, text, markup=False)
+        if count > PLACES:
+            _line(console, f"    ... and {count - PLACES:,} more")
+        _line(console, f"    to do: {findings[0]['todo']}", markup=False)
 
 
 def _show_train(counts: dict[str, Any], console: Console) -> None:

@@ -1,4 +1,4 @@
-"""The six stage verbs: `draftsmith STAGE recipe.toml [--set key=value] [--redo] [--json]`."""
+"""The stage verbs: `draftsmith STAGE recipe.toml [--set key=value] [--redo] [--json]`; validate has its own file."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Add the verbs to the command line."""
-    for verb in (prepare, extract, validate, train, evaluate, export):
+    for verb in (prepare, extract, train, evaluate, export):
         app.command(verb.__name__)(verb)
 
 
@@ -31,16 +31,6 @@ def extract(recipe: RecipePath, assign: Assignments = None, redo: Redo = False, 
     Example: draftsmith extract recipe.toml
     """
     _run("extract", recipe, assign, redo, as_json)
-
-
-def validate(recipe: RecipePath, assign: Assignments = None, redo: Redo = False, as_json: AsJson = False) -> None:
-    """Check the store: structure, every byte, and whether the states mean what they should.
-
-    Exit code 1 if there is a finding of severity error; train refuses such a store.
-
-    Example: draftsmith validate recipe.toml --json
-    """
-    _run("validate", recipe, assign, redo, as_json)
 
 
 def train(recipe: RecipePath, assign: Assignments = None, redo: Redo = False, as_json: AsJson = False) -> None:

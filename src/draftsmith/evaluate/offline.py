@@ -18,8 +18,8 @@ from torch import Tensor
 from draftsmith.draft.model import Eagle3Draft
 from draftsmith.draft.rows import Ints, plan_rows, target_positions
 from draftsmith.draft.unroll import Pack, unroll
+from draftsmith.interop.source import SamplePlace, Source
 from draftsmith.progress import progress
-from draftsmith.store.reader import SamplePlace, Store
 from draftsmith.verifier.head import VerifierHead
 
 
@@ -44,7 +44,7 @@ class OfflineAcceptance:
 
 @torch.inference_mode()
 def offline_acceptance(
-    store: Store, places: list[SamplePlace], draft: Eagle3Draft, head: VerifierHead, positions: int
+    source: Source, places: list[SamplePlace], draft: Eagle3Draft, head: VerifierHead, positions: int
 ) -> OfflineAcceptance:
     """Count acceptance over `places` for the draft positions 0 to positions-1."""
     reached, accepted = np.zeros(positions, np.int64), np.zeros(positions, np.int64)
@@ -52,7 +52,7 @@ def offline_acceptance(
     with progress("offline", sum(map(len, places)), "tokens") as meter:
         for place in places:
             if len(target_positions(place.loss_mask)):
-                verdict = _chains(store, place, draft, head, positions)
+                verdict = _chains(source, place, draft, head, positions)
                 reached += verdict[0]
                 accepted += verdict[1]
                 outside += verdict[2]
@@ -61,16 +61,16 @@ def offline_acceptance(
 
 
 def _chains(
-    store: Store, place: SamplePlace, draft: Eagle3Draft, head: VerifierHead, positions: int
+    source: Source, place: SamplePlace, draft: Eagle3Draft, head: VerifierHead, positions: int
 ) -> tuple[Ints, Ints, int]:
     """Return reached and accepted counts per position, and the targets outside the draft vocabulary."""
     plan = plan_rows([place.loss_mask], positions)
-    states = store.read(place).states
-    aux_PA = torch.cat([states[b][plan.prefix].float() for b in store.aux_boundaries], dim=-1)
+    states = source.read(place)
+    aux_PA = torch.cat([state[plan.prefix].float() for state in states[:-1]], dim=-1)
     ids_T = torch.from_numpy(place.input_ids.astype(np.int64))
     device = draft.fc.weight.device
     step_rows = unroll(draft, Pack(ids_T.to(device), aux_PA.to(device), plan))
-    verifier_J = head.argmax(states[store.last_boundary][plan.targets].to(device)).cpu()
+    verifier_J = head.argmax(states[-1][plan.targets].to(device)).cpu()
     goes_on_J = (verifier_J == ids_T[plan.targets + 1]).numpy()
     chain = np.zeros(len(plan.prefix), bool)  # chains alive at the current position, by starting row
     reached, accepted = np.zeros(positions, np.int64), np.zeros(positions, np.int64)

@@ -11,9 +11,9 @@ from draftsmith.errors import BadInput
 from draftsmith.evaluate.offline import offline_acceptance
 from draftsmith.evaluate.real import decode_prompts
 from draftsmith.files import write_json
+from draftsmith.interop.source import SamplePlace, Source
 from draftsmith.recipe import EvaluateRecipe, VerifierRecipe
 from draftsmith.store.manifest import StageFolder, read_manifest
-from draftsmith.store.reader import SamplePlace, Store
 from draftsmith.verifier.facts import VerifierFacts
 from draftsmith.verifier.head import read_head
 from draftsmith.verifier.run import choose_device, load_verifier
@@ -25,21 +25,22 @@ RESULT = "evaluation.json"
 def run_evaluate(
     folder: StageFolder,
     checkpoint_folder: Path,
-    store_folder: Path,
+    source: Source,
     facts: VerifierFacts,
     recipe: EvaluateRecipe,
     verifier_recipe: VerifierRecipe,
 ) -> dict[str, Any]:
     """Measure the last checkpoint's acceptance; write and return the figures."""
-    store = Store(store_folder)
-    held_out = store.split("validation")
+    held_out = source.split("validation")
     if not held_out:
-        raise BadInput(f"{store_folder}: no validation split; set prepare.validation_share above 0")
+        section = "prepare" if source.verifier_identity else "data"
+        raise BadInput(f"{source.data.path}: no validation split; set {section}.validation_share above 0")
     device = choose_device(verifier_recipe)
     draft = load_draft(checkpoint_folder / read_manifest(checkpoint_folder)["counts"]["draft"]).to(device)
     folder.begin()
     positions = max(recipe.draft_lengths)
-    offline = offline_acceptance(store, held_out, draft, read_head(facts).to(device), positions)
+    head = read_head(facts).for_states(source.normed).to(device)
+    offline = offline_acceptance(source, held_out, draft, head, positions)
     result: dict[str, Any] = {
         "offline": {
             "samples": len(held_out),

@@ -16,9 +16,9 @@ from draftsmith.errors import DraftsmithError
 from draftsmith.progress import Meter, progress
 from draftsmith.recipe import ExtractRecipe, VerifierRecipe
 from draftsmith.store.manifest import StageFolder
-from draftsmith.store.plan import ShardPlan, plan_shards
+from draftsmith.store.plan import ShardPlan, is_written, plan_shards
 from draftsmith.store.samples import Sample, SampleTable
-from draftsmith.store.shard import open_shard, write_shard
+from draftsmith.store.shard_writer import write_shard
 from draftsmith.verifier.boundaries import aux_boundaries
 from draftsmith.verifier.facts import VerifierFacts
 from draftsmith.verifier.head import read_head
@@ -66,7 +66,7 @@ def _write_missing_shards(
     recipe: ExtractRecipe,
     verifier_recipe: VerifierRecipe,
 ) -> None:
-    missing = [shard for shard in plan if not _is_complete(folder / shard.file, shard)]
+    missing = [shard for shard in plan if not is_written(folder / shard.file, shard)]
     if not missing:
         return
     verifier = load_verifier(facts, verifier_recipe)
@@ -84,15 +84,6 @@ def _write_missing_shards(
             writing = disk.submit(write_shard, folder / shard.file, shard.rows, members, planes)
         if writing is not None:
             writing.result()
-
-
-def _is_complete(path: Path, shard: ShardPlan) -> bool:
-    """Say whether an earlier run finished this shard; raise DraftsmithError if another file is in its place."""
-    if not path.is_file():
-        return False
-    if open_shard(path).tables["sample_id"].tolist() != shard.rows:
-        raise DraftsmithError(f"{path}: holds other samples than planned; remove it and run extract again")
-    return True
 
 
 def _states(

@@ -1,7 +1,7 @@
 """What a path is, told from its content: headers only, so the size of the tensors does not matter.
 
-Known are draftsmith's own folders (samples, store, checkpoint), safetensors files of any kind, torch.save
-files, and folders of speculators v1.
+Known are draftsmith's own folders (samples, store, checkpoint), safetensors files of any kind and torch.save
+files. Folders of other tools' hidden states are described by validate/overview.py.
 """
 
 from pathlib import Path
@@ -11,9 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draftsmith.errors import BadInput
-from draftsmith.interop.describe_torch import describe_torch_file, describe_v1
+from draftsmith.interop.describe_torch import describe_torch_file
 from draftsmith.interop.description import Description, TensorRow, capped, printable
-from draftsmith.interop.speculators_v1 import describe_v1_folder
 from draftsmith.store.manifest import MANIFEST, read_json
 from draftsmith.store.safetensors_header import METADATA, read_safetensors_header, tensor_entries
 from draftsmith.verifier.boundaries import Numbering, to_boundaries
@@ -60,9 +59,6 @@ def _describe_folder(path: Path) -> Description:
     for draft in (path, path / "draft", *sorted(path.glob("step-*/draft"), reverse=True)):
         if (draft / _CONFIG).is_file() and (draft / _WEIGHTS).is_file():
             return _describe_checkpoint(draft)
-    folder = describe_v1_folder(path)
-    if folder is not None:
-        return describe_v1(path, folder)
     raise BadInput(f"{path}: a folder with nothing known in it; looked for {_LOOKED_FOR}")
 
 

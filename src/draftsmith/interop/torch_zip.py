@@ -18,7 +18,9 @@ from typing import IO, Any, NamedTuple, cast
 
 from draftsmith.errors import BadInput
 from draftsmith.interop.zip_records import DAMAGED, Archive
+from draftsmith.store.findings import DamagedFile
 from draftsmith.store.safetensors_header import DTYPE_BITS
+from draftsmith.store.sample_file import Record
 
 MAX_OPCODES = 4_000_000
 _MAX_DIMENSIONS = 64
@@ -73,6 +75,7 @@ class TorchFile:
     path: Path
     file_bytes: int
     content: Any
+    records: dict[str, Record]  # of the storages that tensors refer to
 
 
 def item_bytes(dtype: str) -> int:
@@ -91,12 +94,12 @@ def wasted_bytes(tensors: list[TensorInfo]) -> int:
 
 
 def read_torch_file(path: Path) -> TorchFile:
-    """Read the structure of the file at `path`; raise BadInput if it cannot be trusted."""
+    """Read the structure of the file at `path`; raise DamagedFile if it cannot be trusted."""
     try:
         with path.open("rb", buffering=0) as file:
             return read_structure(file, path)
     except OSError as error:
-        raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise DamagedFile("DS107", f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def read_structure(file: IO[bytes], path: Path) -> TorchFile:
@@ -106,12 +109,14 @@ def read_structure(file: IO[bytes], path: Path) -> TorchFile:
     data = archive.pickle_bytes()
     _check_opcodes(data, path)
     try:
-        content = _Unpickler(data, archive).load()
+        unpickler = _Unpickler(data, archive)
+        content = unpickler.load()
     except BadInput:
         raise
     except Exception as error:  # whatever bytes at random can make of a pickle
-        raise BadInput(f"{path}: data.pkl cannot be parsed: {type(error).__name__}: {error!a}. {DAMAGED}") from error
-    return TorchFile(path, file_bytes, content)
+        reason = f"{type(error).__name__}: {error!a}"
+        raise DamagedFile("DS109", f"{path}: data.pkl cannot be parsed: {reason}. {DAMAGED}") from error
+    return TorchFile(path, file_bytes, content, unpickler.records)
 
 
 class _Storage(NamedTuple):
@@ -183,17 +188,18 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 def _check_opcodes(data: bytes, path: Path) -> None:
-    """Raise BadInput unless the pickle keeps to the opcodes of a torch.save file."""
+    """Raise DamagedFile unless the pickle keeps to the opcodes of a torch.save file."""
     try:
         for number, (opcode, argument, _) in enumerate(pickletools.genops(data)):
             too_far = opcode.name in ("LONG_BINPUT", "FRAME") and cast(int, argument) > len(data)
             if opcode.name not in _OPCODES or too_far or number >= MAX_OPCODES:
-                raise BadInput(
+                raise DamagedFile(
+                    "DS110",
                     f"{path}: operation {number} of data.pkl is {opcode.name}, which no torch.save file of "
-                    f"tensors has there. {DAMAGED}"
+                    f"tensors has there. {DAMAGED}",
                 )
     except ValueError as error:
-        raise BadInput(f"{path}: data.pkl is not a whole pickle: {error!a}. {DAMAGED}") from error
+        raise DamagedFile("DS109", f"{path}: data.pkl is not a whole pickle: {error!a}. {DAMAGED}") from error
 
 
 class _Unpickler(pickle.Unpickler):
@@ -202,15 +208,17 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes, archive: Archive) -> None:
         super().__init__(io.BytesIO(data))
         self._archive = archive
+        self.records: dict[str, Record] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return our stand-in for what the pickle imports; raise BadInput if there is none."""
+        """Return our stand-in for what the pickle imports; raise DamagedFile if there is none."""
         if (module, name) not in _ALLOWED:
             imported = ascii(f"{module}.{name}")
-            raise BadInput(
+            raise DamagedFile(
+                "DS110",
                 f"{self._archive.path}: refused: its pickle would import {imported} when loaded; wanted only "
                 "tensors, dicts, lists, text and numbers. If you trust who wrote it, load it elsewhere and "
-                "save its tensors again."
+                "save its tensors again.",
             )
         return _ALLOWED[module, name]
 
@@ -220,4 +228,6 @@ class _Unpickler(pickle.Unpickler):
         good = tag == "storage" and isinstance(kind, _StorageType) and isinstance(key, str) and type(numel) is int
         if not good or numel < 0:
             raise ValueError("a storage reference of unknown form")
-        return _Storage(kind.dtype, key, numel, self._archive.storage_start(key, numel * item_bytes(kind.dtype)))
+        record = self._archive.storage(key, numel * item_bytes(kind.dtype))
+        self.records[key] = record
+        return _Storage(kind.dtype, key, numel, record.start)

@@ -1,10 +1,12 @@
 """Which sample goes into which shard: decided from lengths alone, before the verifier runs."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from draftsmith.errors import DraftsmithError
 from draftsmith.store.samples import SPLITS
-from draftsmith.store.shard import SHARD_OVERHEAD
+from draftsmith.store.shard import SHARD_OVERHEAD, open_shard
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,15 @@ def plan_shards(lengths: list[int], splits: list[str], bytes_per_token: int, lim
         if rows:
             shards.append(_shard(len(shards), split, rows, tokens))
     return shards
+
+
+def is_written(path: Path, shard: ShardPlan) -> bool:
+    """Say whether an earlier run finished this shard; raise DraftsmithError if another file is in its place."""
+    if not path.is_file():
+        return False
+    if open_shard(path).tables["sample_id"].tolist() != shard.rows:
+        raise DraftsmithError(f"{path}: holds other samples than planned; remove it and run the same command again")
+    return True
 
 
 def _shard(number: int, split: str, rows: list[int], tokens: int) -> ShardPlan:

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from draftsmith.errors import BadInput
+from draftsmith.store.findings import DamagedFile
 
 METADATA = "__metadata__"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
@@ -30,7 +30,7 @@ _REMEDY = "Write or copy the file again."
 def read_safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
     """Return the header, `__metadata__` included where there is one, and the offset of the first tensor byte.
 
-    Raises BadInput unless the tensors that the header names fill the rest of the file exactly.
+    Raises DamagedFile unless the tensors that the header names fill the rest of the file exactly.
     """
     try:
         with path.open("rb", buffering=0) as file:
@@ -38,15 +38,18 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             data_offset = _LENGTH_BYTES + length
             if file_bytes < _LENGTH_BYTES + 2 or length > MAX_HEADER_BYTES or file.read(1) != b"{":
-                raise BadInput(
+                raise DamagedFile(
+                    "DS107" if file_bytes else "DS108",
                     f"{path}: not a safetensors file ({file_bytes:,} bytes): wanted 8 bytes of header "
-                    f"length, at most {MAX_HEADER_BYTES:,}, then a JSON object. Is it the right file?"
+                    f"length, at most {MAX_HEADER_BYTES:,}, then a JSON object. Is it the right file?",
                 )
             if data_offset > file_bytes:
-                raise BadInput(f"{path}: truncated: {file_bytes:,} bytes, wanted a header of {length:,}. {_REMEDY}")
+                raise DamagedFile(
+                    "DS108", f"{path}: truncated: {file_bytes:,} bytes, wanted a header of {length:,}. {_REMEDY}"
+                )
             text = b"{" + _read_exactly(file.fileno(), length - 1, _LENGTH_BYTES + 1)
     except OSError as error:
-        raise BadInput(f"{path}: cannot be read: {error.strerror}") from error
+        raise DamagedFile("DS107", f"{path}: cannot be read: {error.strerror}") from error
     header = _parse(text, path)
     _check_extents(header, file_bytes - data_offset, path)
     return header, data_offset
@@ -68,11 +71,12 @@ def _parse(text: bytes, path: Path) -> dict[str, Any]:
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
-        raise BadInput(f"{path}: its safetensors header is not valid JSON: {error}. {_REMEDY}") from error
+        raise DamagedFile("DS109", f"{path}: its safetensors header is not valid JSON: {error}. {_REMEDY}") from error
     for name, entry in tensor_entries(header).items():
         if not _is_entry(entry):
-            raise BadInput(
-                f"{path}: header entry {name!a}: wanted dtype, shape and data_offsets, found {entry!a:.200}. {_REMEDY}"
+            raise DamagedFile(
+                "DS109",
+                f"{path}: header entry {name!a}: wanted dtype, shape and data_offsets, found {entry!a:.200}. {_REMEDY}",
             )
     return dict(header)
 
@@ -97,22 +101,25 @@ def _are_counts(value: Any) -> TypeGuard[list[int]]:
 
 
 def _check_extents(header: dict[str, Any], data_bytes: int, path: Path) -> None:
-    """Raise BadInput unless the tensors lie end to end, from the first data byte to the last."""
+    """Raise DamagedFile unless the tensors lie end to end, from the first data byte to the last."""
     reached = 0
     for name, entry in sorted(tensor_entries(header).items(), key=lambda item: item[1]["data_offsets"]):
         begin, end = entry["data_offsets"]
         bits = DTYPE_BITS.get(entry["dtype"])
         if begin != reached or end < begin:
-            raise BadInput(
+            raise DamagedFile(
+                "DS109",
                 f"{path}: tensor {name!a} has data bytes {begin:,} to {end:,}, wanted it to begin at "
-                f"{reached:,}: the tensors overlap or leave a hole. {_REMEDY}"
+                f"{reached:,}: the tensors overlap or leave a hole. {_REMEDY}",
             )
         if bits is not None and (end - begin) * 8 != math.prod(entry["shape"]) * bits:
-            raise BadInput(
+            raise DamagedFile(
+                "DS109",
                 f"{path}: tensor {name!a} has {end - begin:,} bytes, which is not what {entry['dtype']} "
-                f"{entry['shape']} takes. {_REMEDY}"
+                f"{entry['shape']} takes. {_REMEDY}",
             )
         reached = end
     if reached != data_bytes:
         what = "truncated" if data_bytes < reached else "longer than its header says"
-        raise BadInput(f"{path}: {what}: {data_bytes:,} bytes of tensors, wanted {reached:,}. {_REMEDY}")
+        code = "DS108" if data_bytes < reached else "DS109"
+        raise DamagedFile(code, f"{path}: {what}: {data_bytes:,} bytes of tensors, wanted {reached:,}. {_REMEDY}")

@@ -1,30 +1,40 @@
-"""The record that a store passed validation, kept inside the store and bound to its content hash."""
+"""The record that hidden states passed validation, bound to a hash of them.
+
+A store keeps its record inside, hidden states of other tools have it in the run's folder.
+"""
 
 from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.files import write_json
-from draftsmith.store.manifest import content_hash, read_json
+from draftsmith.store.manifest import read_json
 
 RECORD = "validation.json"
 
 
-def write_record(store: Path, report: dict[str, Any]) -> None:
-    """Write what `validate` found, with the content hash that it holds for."""
-    write_json(store / RECORD, {"store": content_hash(store), **report})
+def write_record(record: Path, data_hash: str, report: dict[str, Any]) -> None:
+    """Write what `validate` found, with the hash of the data that it holds for."""
+    record.parent.mkdir(parents=True, exist_ok=True)
+    write_json(record, {"store": data_hash, **report})
 
 
-def require_passed(store: Path) -> None:
-    """Raise DraftsmithError unless the store, as it is now, has passed validation."""
-    if not (store / RECORD).is_file():
-        raise DraftsmithError(f"{store}: not validated yet. Run draftsmith validate first.")
-    record = read_json(store / RECORD)
-    if record["store"] != content_hash(store):
-        raise DraftsmithError(f"{store}: changed since it was validated. Run draftsmith validate again.")
-    if not record["passed"]:
-        codes = sorted({finding["code"] for finding in record["findings"] if finding["severity"] == "error"})
+def read_record(record: Path, data_hash: str) -> dict[str, Any] | None:
+    """Return the record if there is one for the data as it is now."""
+    found = read_json(record) if record.is_file() else None
+    return found if found is not None and found["store"] == data_hash else None
+
+
+def require_passed(record: Path, data: Path, data_hash: str) -> None:
+    """Raise DraftsmithError unless the data, as it is now, has passed validation."""
+    if not record.is_file():
+        raise DraftsmithError(f"{data}: not validated yet. Run draftsmith validate first.")
+    found = read_record(record, data_hash)
+    if found is None:
+        raise DraftsmithError(f"{data}: changed since it was validated. Run draftsmith validate again.")
+    if not found["passed"]:
+        codes = sorted({finding["code"] for finding in found["findings"] if finding["severity"] == "error"})
         raise DraftsmithError(
-            f"{store}: did not pass validation ({', '.join(codes)}); see {store / RECORD}. Mend the store, or set "
+            f"{data}: did not pass validation ({', '.join(codes)}); see {record}. Mend the data, or set "
             "train.accept_unvalidated = true if you know better."
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftsmith.draft.rows import plan_rows
 from draftsmith.draft.unroll import Pack
-from draftsmith.store.reader import SamplePlace, Store
+from draftsmith.interop.source import SamplePlace, Source
 
 READ_AHEAD = 2
 
@@ -25,17 +25,17 @@ class TrainingPack:
     tokens: int
 
 
-def load_pack(store: Store, places: list[SamplePlace], steps: int, device: torch.device) -> TrainingPack:
+def load_pack(source: Source, places: list[SamplePlace], steps: int, device: torch.device) -> TrainingPack:
     """Read some samples and lay them end to end, with the rows planned for `steps` unroll steps."""
     plan = plan_rows([place.loss_mask for place in places], steps)
-    stored = [store.read(place) for place in places]
+    stored = [source.read(place) for place in places]
     starts = np.cumsum([0] + [len(place) for place in places])
     aux, targets = [], []
-    for sample, start, end in zip(stored, starts, starts[1:], strict=False):
+    for states, start, end in zip(stored, starts, starts[1:], strict=False):
         rows = plan.prefix[(plan.prefix >= start) & (plan.prefix < end)] - start
         aims = plan.targets[(plan.targets >= start) & (plan.targets < end)] - start
-        aux.append(torch.cat([sample.states[b][rows].float() for b in store.aux_boundaries], dim=-1))
-        targets.append(sample.states[store.last_boundary][aims])
+        aux.append(torch.cat([state[rows].float() for state in states[:-1]], dim=-1))
+        targets.append(states[-1][aims])
     ids = torch.from_numpy(np.concatenate([place.input_ids for place in places]).astype(np.int64))
     return TrainingPack(
         Pack(ids.to(device), torch.cat(aux).to(device), plan),
@@ -46,7 +46,7 @@ def load_pack(store: Store, places: list[SamplePlace], steps: int, device: torch
 
 
 def load_ahead(
-    store: Store,
+    source: Source,
     places: list[SamplePlace],
     steps: list[list[list[int]]],
     unroll_steps: int,
@@ -55,7 +55,7 @@ def load_ahead(
     """Yield the packs of each step; a thread reads the next ones meanwhile."""
 
     def load(step: list[list[int]]) -> list[TrainingPack]:
-        return [load_pack(store, [places[i] for i in members], unroll_steps, device) for members in step]
+        return [load_pack(source, [places[i] for i in members], unroll_steps, device) for members in step]
 
     with ThreadPoolExecutor(1) as reader:
         pending: list[Future[list[TrainingPack]]] = []

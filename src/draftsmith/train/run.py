@@ -20,11 +20,10 @@ from draftsmith.draft.unroll import unroll
 from draftsmith.draft.vocabulary import choose_vocabulary, count_supervised
 from draftsmith.errors import BadInput, DraftsmithError
 from draftsmith.files import write_text
+from draftsmith.interop.source import SamplePlace, Source
 from draftsmith.progress import progress
 from draftsmith.recipe import TrainRecipe, VerifierRecipe
 from draftsmith.store.manifest import StageFolder
-from draftsmith.store.reader import SamplePlace, Store
-from draftsmith.store.validation import require_passed
 from draftsmith.train.checkpoints import (
     latest_checkpoint,
     restore,
@@ -46,28 +45,26 @@ METRICS = "metrics.jsonl"
 
 def run_train(
     folder: StageFolder,
-    store_folder: Path,
+    source: Source,
     facts: VerifierFacts,
     recipe: TrainRecipe,
     verifier_recipe: VerifierRecipe,
     seed: int,
 ) -> dict[str, Any]:
-    """Train a draft on the store's train split; go on from the last checkpoint. Returns the counts."""
-    if not recipe.accept_unvalidated:
-        require_passed(store_folder)
-    store = Store(store_folder)
-    if store.verifier_identity != facts.identity:
-        raise BadInput(f"{store_folder}: made with another verifier than {facts.folder}; run extract again")
-    places = [place for place in store.split("train") if len(target_positions(place.loss_mask))]
+    """Train a draft on the train split; go on from the last checkpoint. Returns the counts."""
+    where = source.data.path
+    if source.verifier_identity not in (None, facts.identity):
+        raise BadInput(f"{where}: made with another verifier than {facts.folder}; run extract again")
+    places = [place for place in source.split("train") if len(target_positions(place.loss_mask))]
     if not places:
-        raise BadInput(f"{store_folder}: no sample of the train split has a supervised token to learn from")
+        raise BadInput(f"{where}: no sample of the train split has a supervised token to learn from")
     lengths = [len(place) for place in places]
     steps = [
         (epoch, packs)
         for epoch in range(recipe.epochs)
         for packs in epoch_steps(lengths, recipe.pack_tokens, recipe.packs_per_step, seed, epoch)
     ]
-    job = Job(folder.path, store, places, steps, recipe, choose_device(verifier_recipe))
+    job = Job(folder.path, source, places, steps, recipe, choose_device(verifier_recipe))
     draft, head_D, covered = _start(job, facts, verifier_recipe, seed)
     optimizer = make_optimizer(draft, recipe)
     folder.begin()
@@ -80,7 +77,7 @@ def run_train(
         "steps": len(steps),
         "epochs": recipe.epochs,
         "samples": len(places),
-        "samples_without_target": len(store.split("train")) - len(places),
+        "samples_without_target": len(source.split("train")) - len(places),
         "tokens_per_epoch": sum(lengths),
         "targets_per_epoch": sum(len(target_positions(place.loss_mask)) for place in places),
         "packs": sum(len(packs) for _, packs in steps),
@@ -99,7 +96,7 @@ class Job:
     """What one training run is made of: `steps` are (epoch, packs of indices into `places`)."""
 
     folder: Path
-    store: Store
+    source: Source
     places: list[SamplePlace]
     steps: list[tuple[int, list[list[int]]]]
     recipe: TrainRecipe
@@ -171,7 +168,7 @@ def train(
     tokens = [sum(len(job.places[i]) for pack in packs for i in pack) for _, packs in steps]
     last = _cut_metrics(job.folder / METRICS, done)
     batches = load_ahead(
-        job.store, job.places, [packs for _, packs in steps[done:]], len(recipe.step_weights), job.device
+        job.source, job.places, [packs for _, packs in steps[done:]], len(recipe.step_weights), job.device
     )
     with (
         (job.folder / METRICS).open("a", encoding="utf-8") as log,
@@ -227,8 +224,8 @@ def _start(
     keep = sorted({*special_ids(tokenizer), *end_of_turn_ids(facts.folder, tokenizer)})
     vocabulary = choose_vocabulary(counts, recipe.draft_vocab_size, keep)
     name = public_name(verifier_recipe.model)
-    config = derive_config(facts, len(vocabulary), job.store.aux_boundaries, recipe.norm_before_residual, name)
-    head_D = read_head(facts).rows(vocabulary.token_ids)
+    config = derive_config(facts, len(vocabulary), job.source.aux_boundaries, recipe.norm_before_residual, name)
+    head_D = read_head(facts).for_states(job.source.normed).rows(vocabulary.token_ids)
     draft = new_draft(config, vocabulary, read_embedding(facts), head_D.lm_head_VH, seed)
     draft.lm_head.weight.requires_grad_(recipe.train_lm_head)
     covered = int(counts[vocabulary.token_ids.numpy()].sum()) / int(counts.sum())

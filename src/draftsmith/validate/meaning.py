@@ -1,6 +1,6 @@
 """Meaning: do the last states, through the verifier's final norm and lm_head, predict the conversation's tokens?
 
-Codes DS301 to DS303. The state at position i must predict token i+1. The same is asked under other hypotheses
+Codes DS301 to DS309. The state at position i must predict token i+1. The same is asked under other hypotheses
 of what the file may hold instead; where one of them does much better, it is the likeliest cause:
 
     position             0  1  2  3  4
@@ -9,140 +9,193 @@ of what the file may hold instead; where one of them does much better, it is the
     rows one too early       row 1 holds s2, so row 0 -> token 2, row 1 -> token 3 ...
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from draftsmith.progress import progress
-from draftsmith.store.reader import SamplePlace, Store
-from draftsmith.validate.findings import Finding
+from draftsmith.store.findings import Finding
 from draftsmith.verifier.head import VerifierHead
 
 DECLARED = "as declared"
-NORMED = "final norm already applied"
-ALTERNATIVE_POSITIONS = 1024  # the alternatives need fewer positions than the check itself
+LATE, EARLY = "rows one too late", "rows one too early"
+NORMED, NOT_NORMED = "final norm already applied", "final norm not applied"
+OTHER_FAMILY = "final norm of the other family (w, 1+w)"
+NEXT, PREVIOUS = "states of the next sample", "states of the sample before"
+CAUSES = {
+    LATE: "DS304", EARLY: "DS304", NORMED: "DS305", NOT_NORMED: "DS306", OTHER_FAMILY: "DS309",
+    NEXT: "DS308", PREVIOUS: "DS308",
+}  # fmt: skip
+ANOTHER_PLANE = "DS307"
 LITTLE_AGREEMENT = 0.6
 SAMPLE_POSITIONS = 16  # fewer say nothing about one sample
 SAMPLE_SHARE = 0.25  # a sample far below this share of the whole store's agreement is not its own
+ALTERNATIVE_POSITIONS = 1024  # the alternatives need fewer positions than the check itself
+_TOGETHER = 512  # questions answered at once
+_DISCORDANT = 12  # positions on which two close hypotheses must differ, nearly all one way, to tell them apart
 
-Question = tuple[Tensor, Tensor]  # states [n, H], tokens [n] that they should predict
+
+@dataclass(frozen=True)
+class MeaningSample:
+    """A sample to ask about: `rows` are positions i whose token i+1 is supervised."""
+
+    where: str
+    input_ids: npt.NDArray[np.int32]
+    rows: Tensor
+    states: list[Tensor]  # [T, H] by plane, the last state last
+    plane_names: list[str]
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
 
 
 @dataclass(frozen=True)
 class MeaningResult:
-    """Agreement under each hypothesis, and over how many positions the declared one was measured."""
+    """Agreement under each hypothesis, over how many positions the declared one was measured, and by sample."""
 
     agreement: dict[str, float]
     positions: int
-    supervised: int
-    findings: list[Finding]
+    by_sample: list[tuple[str, int, int]] = field(default_factory=list)  # place, right, positions
+    findings: list[Finding] = field(default_factory=list)
 
 
-def check_meaning(store: Store, head: VerifierHead, positions: int, min_agreement: float) -> MeaningResult:
-    """Measure next-token agreement on up to `positions` supervised positions, spread over all samples."""
-    chosen, supervised = _choose(store.places, positions)
-    if not chosen:
-        finding = Finding("DS301", "store", "supervised tokens", "none", "Run prepare again.")
-        return MeaningResult({}, 0, 0, [finding])
-    stride = max(1, sum(len(rows) for _, rows in chosen) // ALTERNATIVE_POSITIONS)
-    questions: dict[str, list[Question]] = {DECLARED: []}
-    with progress("meaning", len(chosen), "samples") as meter:
-        for number, (place, rows_n) in enumerate(chosen):
-            states = store.read(place).states
-            questions[DECLARED].append(_question(states[store.last_boundary], rows_n, place, rows_n))
-            neighbour = chosen[number - 1][0]
-            for name, question in _alternatives(store, states, rows_n[::stride], place, neighbour):
-                questions.setdefault(name, []).append(question)
+class _Hypothesis:
+    """One hypothesis: questions are gathered and answered together, since reading lm_head takes most of the time."""
+
+    def __init__(self, head: VerifierHead, normed: bool) -> None:
+        self._head = head.for_states(normed)
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+        self._right: list[Tensor] = []
+        self.asked: list[tuple[str, Tensor]] = []  # sample, its rows
+
+    def ask(self, state_TH: Tensor, state_rows: Tensor, sample: MeaningSample, rows: Tensor) -> None:
+        """Ask whether the states at `state_rows` predict the tokens after `rows` of the sample."""
+        tokens = torch.from_numpy(sample.input_ids[rows.numpy() + 1].astype(np.int64))
+        self._waiting.append((state_TH[state_rows], tokens))
+        self.asked.append((sample.where, rows))
+        if sum(len(waiting) for _, waiting in self._waiting) >= _TOGETHER:
+            self._answer()
+
+    def right(self) -> list[Tensor]:
+        """Return right or wrong [n] for each sample asked."""
+        self._answer()
+        return list(torch.cat(self._right).split([len(rows) for _, rows in self.asked])) if self.asked else []
+
+    def _answer(self) -> None:
+        if self._waiting:
+            predicted = self._head.argmax(torch.cat([state.float() for state, _ in self._waiting]))
+            self._right.append(predicted == torch.cat([tokens for _, tokens in self._waiting]))
+            self._waiting = []
+
+
+def check_meaning(
+    samples: Iterable[MeaningSample], total: int, head: VerifierHead, normed: bool, min_agreement: float
+) -> MeaningResult:
+    """Ask `total` samples, one after another; `normed` says that their last states went through the final norm."""
+    hypotheses = {DECLARED: _Hypothesis(head, normed)}
+    before: MeaningSample | None = None
+    with progress("meaning", total, "samples") as meter:
+        for sample in samples:
+            hypotheses[DECLARED].ask(sample.states[-1], sample.rows, sample, sample.rows)
+            stride = max(1, len(sample.rows) * total // ALTERNATIVE_POSITIONS)
+            _ask_alternatives(hypotheses, head, sample, sample.rows[::stride], before, normed)
+            before = sample
             meter.advance(1)
-    hits = {name: _hits(asked, head, name == NORMED) for name, asked in questions.items()}
-    agreement = {name: float(torch.cat(per_sample).float().mean()) for name, per_sample in hits.items()}
-    rates = [(place, int(right.sum()), len(right)) for (place, _), right in zip(chosen, hits[DECLARED], strict=True)]
-    findings = [*_judge(agreement, min_agreement), *_odd_samples(store, rates, agreement[DECLARED])]
-    return MeaningResult(agreement, sum(total for _, _, total in rates), supervised, findings)
+    right = {name: hypothesis.right() for name, hypothesis in hypotheses.items()}
+    agreement = {name: _share(answers) for name, answers in right.items() if sum(map(len, answers))}
+    if DECLARED not in agreement:
+        return MeaningResult({}, 0, [], [Finding("DS301", "all samples", "supervised tokens", "none")])
+    asked = hypotheses[DECLARED].asked
+    by_sample = [(where, int(r.sum()), len(r)) for (where, _), r in zip(asked, right[DECLARED], strict=True)]
+    close = _clearly_better(hypotheses, right)
+    findings = [*_judge(agreement, close, min_agreement), *_odd_samples(by_sample, agreement[DECLARED])]
+    return MeaningResult(agreement, sum(total for _, _, total in by_sample), by_sample, findings)
 
 
-def _choose(places: list[SamplePlace], limit: int) -> tuple[list[tuple[SamplePlace, Tensor]], int]:
-    """Return (sample, positions i whose token i+1 is supervised), evenly thinned out to `limit`, and their number."""
-    found = [(place, np.flatnonzero(place.loss_mask[1:])) for place in places]
-    found = [(place, rows) for place, rows in found if len(rows)]
-    supervised = sum(len(rows) for _, rows in found)
-    # Enough positions of a sample to judge it by itself: with very many samples, every so-many-th is looked at.
-    every = max(1, len(found) * SAMPLE_POSITIONS // limit)
-    found = found[::every]
-    share = limit / max(sum(len(rows) for _, rows in found), 1)
-    thinned = []
-    for place, rows in found:
-        count = max(min(len(rows), SAMPLE_POSITIONS), int(len(rows) * min(share, 1.0)))
-        thinned.append((place, torch.from_numpy(rows[np.linspace(0, len(rows) - 1, count).astype(int)])))
-    return thinned, supervised
+def choose_rows(loss_mask: npt.NDArray[np.uint8], count: int) -> Tensor:
+    """Return up to `count` positions i whose token i+1 is supervised, spread evenly."""
+    rows = np.flatnonzero(loss_mask[1:])
+    chosen = rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)] if len(rows) else rows
+    return torch.from_numpy(chosen)
 
 
-def _alternatives(
-    store: Store, states: dict[int, Tensor], rows_n: Tensor, place: SamplePlace, neighbour: SamplePlace
-) -> Iterator[tuple[str, Question]]:
-    """Yield each other hypothesis with what it says: which state predicts which token."""
-    last_TH = states[store.last_boundary]
-    later = rows_n[rows_n + 1 < len(last_TH)]
-    yield "rows one too late", _question(last_TH, later + 1, place, later)
-    earlier = rows_n[rows_n > 0]
-    yield "rows one too early", _question(last_TH, earlier - 1, place, earlier)
-    yield NORMED, _question(last_TH, rows_n, place, rows_n)
-    for boundary in store.aux_boundaries:
-        yield f"boundary {boundary} is the last state", _question(states[boundary], rows_n, place, rows_n)
-    if neighbour is not place:
-        within = rows_n[rows_n + 1 < len(neighbour)]
-        yield "states of the neighbouring sample", _question(last_TH, within, neighbour, within)
+def _ask_alternatives(
+    hypotheses: dict[str, _Hypothesis],
+    head: VerifierHead,
+    sample: MeaningSample,
+    rows: Tensor,
+    before: MeaningSample | None,
+    normed: bool,
+) -> None:
+    """Ask each other hypothesis: which state, taken how, predicts which token."""
+
+    def hypothesis(name: str, normed: bool) -> _Hypothesis:
+        return hypotheses.setdefault(name, _Hypothesis(head, normed))
+
+    last_TH = sample.states[-1]
+    later = rows[rows + 1 < len(last_TH)]
+    hypothesis(LATE, normed).ask(last_TH, later + 1, sample, later)
+    earlier = rows[rows > 0]
+    hypothesis(EARLY, normed).ask(last_TH, earlier - 1, sample, earlier)
+    hypothesis(NOT_NORMED if normed else NORMED, not normed).ask(last_TH, rows, sample, rows)
+    for plane, name in enumerate(sample.plane_names[:-1]):
+        # An aux state was never normed, whatever the format does to the last one.
+        hypothesis(f"{name} is the last state", False).ask(sample.states[plane], rows, sample, rows)
+    other_TH = head.of_other_family(last_TH[rows], normed)
+    hypothesis(OTHER_FAMILY, True).ask(other_TH, torch.arange(len(rows)), sample, rows)
+    if before is not None:
+        within = rows[rows < len(before)]
+        hypothesis(NEXT, normed).ask(before.states[-1], within, sample, within)
+        theirs = before.rows[before.rows < len(sample)]
+        hypothesis(PREVIOUS, normed).ask(last_TH, theirs, before, theirs)
 
 
-def _question(state_TH: Tensor, state_rows: Tensor, place: SamplePlace, rows: Tensor) -> Question:
-    """Ask whether the states at `state_rows` predict the tokens after `rows` of a sample."""
-    return state_TH[state_rows], torch.from_numpy(place.input_ids[rows.numpy() + 1].astype(np.int64))
+def _share(answers: list[Tensor]) -> float:
+    return float(torch.cat(answers).float().mean())
 
 
-def _hits(questions: list[Question], head: VerifierHead, normed: bool) -> list[Tensor]:
-    """Answer all questions of one hypothesis together (lm_head is read once per chunk): [n] bool for each."""
-    state_MH = torch.cat([state for state, _ in questions])
-    predicted = head.argmax(state_MH, normed=normed)
-    right = predicted == torch.cat([tokens for _, tokens in questions])
-    return list(right.split([len(tokens) for _, tokens in questions]))
-
-
-def _judge(agreement: dict[str, float], min_agreement: float) -> list[Finding]:
+def _judge(agreement: dict[str, float], other_family: bool, min_agreement: float) -> list[Finding]:
     declared = agreement[DECLARED]
-    others = {name: share for name, share in agreement.items() if name != DECLARED}
+    others = {name: share for name, share in agreement.items() if name not in (DECLARED, OTHER_FAMILY)}
     best = max(others, key=lambda name: others[name], default=None)
-    explained = best is not None and others[best] > max(declared + 0.1, 1.5 * declared)
-    if declared >= min_agreement and not explained:
-        if declared >= LITTLE_AGREEMENT:
-            return []
-        todo = "Let the verifier write the answers (prepare.answers = 'verifier'), or go on if this is meant."
-        found = f"{declared:.1%}; the answers were not written by this verifier, or sampled at a high temperature"
-        return [Finding("DS302", "last state", f"{LITTLE_AGREEMENT:.0%} or more", found, todo)]
-    cause = (
-        f"likeliest cause: {best} ({others[best]:.1%} agreement that way)"
-        if explained and best is not None
-        else "no hypothesis explains it (all: "
-        + ", ".join(f"{name} {share:.1%}" for name, share in others.items())
-        + "); another verifier?"
-    )
-    todo = "Do not train on this store. Find the fault in whatever wrote it, and extract again."
-    return [
-        Finding("DS301", "last state", f"{min_agreement:.0%} or more agreement with the next token",
-                f"{declared:.1%}; {cause}", todo)
-    ]  # fmt: skip
+    where, wanted = "last state", f"{min_agreement:.0%} or more agreement with the next token"
+    if best is not None and others[best] > max(declared + 0.1, 1.5 * declared):
+        found = f"{declared:.1%}; {best}: {others[best]:.1%}"
+        return [Finding(CAUSES.get(best, ANOTHER_PLANE), where, wanted, found)]
+    if other_family:
+        found = f"{declared:.1%} agreement; with the other family {agreement[OTHER_FAMILY]:.1%}"
+        return [Finding("DS309", where, "the verifier's own norm", found)]
+    if declared < min_agreement:
+        tried = ", ".join(f"{name} {share:.1%}" for name, share in others.items())
+        found = f"{declared:.1%}, and no hypothesis explains it ({tried}); another verifier?"
+        return [Finding("DS301", where, wanted, found)]
+    if declared < LITTLE_AGREEMENT:
+        found = f"{declared:.1%}: the answers were not written by this verifier, or sampled at a high temperature"
+        return [Finding("DS302", where, f"{LITTLE_AGREEMENT:.0%} or more", found)]
+    return []
 
 
-def _odd_samples(store: Store, rates: list[tuple[SamplePlace, int, int]], overall: float) -> list[Finding]:
+def _clearly_better(hypotheses: dict[str, _Hypothesis], right: dict[str, list[Tensor]]) -> bool:
+    """Say whether the other family of norms is right nearly wherever it and the declared one differ."""
+    wins = losses = 0
+    for (_, rows), other, (_, all_rows), declared in zip(
+        hypotheses[OTHER_FAMILY].asked, right[OTHER_FAMILY],
+        hypotheses[DECLARED].asked, right[DECLARED], strict=True,
+    ):  # fmt: skip
+        same = declared[torch.isin(all_rows, rows)]
+        wins += int((other & ~same).sum())
+        losses += int((~other & same).sum())
+    return wins + losses >= _DISCORDANT and wins > 4 * losses
+
+
+def _odd_samples(by_sample: list[tuple[str, int, int]], overall: float) -> Iterator[Finding]:
     if overall < LITTLE_AGREEMENT:
-        return []
-    findings = []
-    for place, right, total in rates:
+        return
+    for where, right, total in by_sample:
         if total >= SAMPLE_POSITIONS and right / total < SAMPLE_SHARE * overall:
-            where = f"{store.plan[place.shard]['file']}, sample {place.id!r}"
-            found = f"{right} of {total} tokens predicted; perhaps another sample's states"
-            todo = "Extract this shard again."
-            findings.append(Finding("DS303", where, f"about {overall:.0%} of its tokens predicted", found, todo))
-    return findings
+            found = f"{right} of {total} tokens predicted; another sample's states?"
+            yield Finding("DS303", where, f"about {overall:.0%} of its tokens predicted", found)

@@ -29,6 +29,16 @@ def from_boundaries(boundaries: list[int], numbering: Numbering) -> list[int]:
     return [boundary - OFFSETS[numbering] for boundary in boundaries]
 
 
+def default_boundaries(numbering: Numbering, num_layers: int) -> list[int]:
+    """Return the aux boundaries that a tool's hidden states have where nobody chose others.
+
+    vLLM takes the inputs of layers [2, n//2, n-3]; speculators v1 the outputs of the same numbers, which is one
+    boundary later; SpecForge the outputs of [1, n//2-1, n-4], which are vLLM's boundaries again.
+    """
+    ids = [1, num_layers // 2 - 1, num_layers - 4] if numbering == "sglang" else [2, num_layers // 2, num_layers - 3]
+    return to_boundaries(ids, numbering)
+
+
 def aux_boundaries(wanted: list[int], num_layers: int) -> list[int]:
     """Return the aux boundaries of a verifier: `wanted`, or vLLM's default [2, N//2, N-3] if empty.
 

@@ -20,44 +20,57 @@ _LAYER_NUMBER = re.compile(r"\.\d+\.")
 
 @dataclass(frozen=True)
 class VerifierHead:
-    """Final norm and lm_head in float32: the map from the last state to the target distribution."""
+    """Final norm and lm_head in float32: the map from the last state to the target distribution.
+
+    `of_normed`: the states it is asked about went through the norm already.
+    """
 
     norm_H: Tensor
     lm_head_VH: Tensor
     eps: float
     logit_scale: float
     logit_softcap: float | None
+    adds_one: bool = False
+    of_normed: bool = False
 
     def normed(self, state_NH: Tensor) -> Tensor:
-        """Apply the final RMSNorm in float32 (weights of the (1+w) family already hold 1+w)."""
+        """Apply the final RMSNorm in float32 (weights of the (1+w) family already hold 1+w), if it is still to do."""
         state_NH = state_NH.float()
+        if self.of_normed:
+            return state_NH
         return state_NH * torch.rsqrt(state_NH.pow(2).mean(-1, keepdim=True) + self.eps) * self.norm_H
 
-    def logits_of_normed(self, normed_NH: Tensor) -> Tensor:
-        """Return the logits of states that went through the norm already."""
-        logits_NV = normed_NH @ self.lm_head_VH.T
+    def logits(self, state_NH: Tensor) -> Tensor:
+        """Return the verifier's logits [N, V] for states of boundary N."""
+        logits_NV = self.normed(state_NH) @ self.lm_head_VH.T
         if self.logit_scale != 1.0:
             logits_NV = logits_NV * self.logit_scale
         if self.logit_softcap is not None:
             logits_NV = torch.tanh(logits_NV / self.logit_softcap) * self.logit_softcap
         return logits_NV
 
-    def logits(self, state_NH: Tensor) -> Tensor:
-        """Return the verifier's logits [N, V] for states of boundary N."""
-        return self.logits_of_normed(self.normed(state_NH))
-
-    def argmax(self, state_NH: Tensor, chunk: int = 512, normed: bool = False) -> Tensor:
-        """Return the verifier's greedy next tokens [N], int64, computed `chunk` positions at a time.
-
-        `normed` says that the states went through the final norm already.
-        """
-        logits = self.logits_of_normed if normed else self.logits
-        pieces = [logits(piece.float()).argmax(-1) for piece in state_NH.split(chunk)]
+    def argmax(self, state_NH: Tensor, chunk: int = 512) -> Tensor:
+        """Return the verifier's greedy next tokens [N], int64, computed `chunk` positions at a time."""
+        pieces = [self.logits(piece).argmax(-1) for piece in state_NH.split(chunk)]
         return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.long)
 
     def rows(self, token_ids: Tensor) -> "VerifierHead":
         """Return the head restricted to some tokens: logits [N, len(token_ids)]."""
         return replace(self, lm_head_VH=self.lm_head_VH[token_ids])
+
+    def for_states(self, normed: bool) -> "VerifierHead":
+        """Return the head for states that went through the final norm already, or did not."""
+        return replace(self, of_normed=normed)
+
+    def of_other_family(self, state_NH: Tensor, normed: bool) -> Tensor:
+        """Return the normed states if the norm's weights were of the other family: 1+w for w, w for 1+w.
+
+        Of states that went through such a norm already (`normed`), what the verifier's own would have given.
+        """
+        other_H = self.norm_H - 1.0 if self.adds_one else self.norm_H + 1.0
+        if normed:
+            return state_NH.float() * self.norm_H / torch.where(other_H.abs() < 1e-6, 1e-6, other_H)
+        return replace(self, norm_H=other_H, of_normed=False).normed(state_NH)
 
     def to(self, device: torch.device) -> "VerifierHead":
         """Return the head on a device."""
@@ -79,7 +92,8 @@ def read_head(facts: VerifierFacts) -> VerifierHead:
             f"{facts.folder}: lm_head {tuple(lm_head_VH.shape)} and norm {tuple(norm_H.shape)} do not fit "
             f"hidden_size {facts.hidden_size} of config.json"
         )
-    return VerifierHead(norm_H, lm_head_VH, facts.norm_eps, facts.logit_scale, facts.logit_softcap)
+    scale, softcap = facts.logit_scale, facts.logit_softcap
+    return VerifierHead(norm_H, lm_head_VH, facts.norm_eps, scale, softcap, facts.norm_adds_one)
 
 
 def read_embedding(facts: VerifierFacts) -> Tensor:
