@@ -31,6 +31,9 @@ def validate(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON; - prints it.")
     ] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write the report as a page.")
+    ] = None,
     assign: Assignments = None,
     redo: Redo = False,
 ) -> None:
@@ -38,7 +41,7 @@ def validate(
 
     Exit code 1 if there is a finding of severity error; train refuses such data. With a recipe the result is recorded.
 
-    Example: draftsmith validate rows_0-2000 --verifier Qwen/Qwen3-8B
+    Example: draftsmith validate rows_0-2000 --verifier Qwen/Qwen3-8B --html report.html
     """
     if path.suffix == ".toml":
         if verifier is not None or boundaries is not None:
@@ -50,8 +53,12 @@ def validate(
             raise typer.BadParameter("--set and --redo belong to a recipe; PATH is none (*.toml)")
         outcome = _of_data(path, verifier, depth, boundaries, jobs)
     report: dict[str, Any] = outcome.result
-    from draftsmith.files import write_json
+    from draftsmith.files import write_json, write_text
 
+    if html_file is not None:
+        from draftsmith.validate.page import report_page
+
+        write_text(html_file, report_page(report))
     if json_file == Path("-"):
         print_json(report)
     else:

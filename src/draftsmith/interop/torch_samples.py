@@ -21,7 +21,7 @@ from draftsmith.store.findings import DamagedFile, Finding
 from draftsmith.store.sample_file import INFINITY, Content, SampleFile, Span
 
 AUX_PLANES = 3  # side by side in v0 and SpecForge files
-MAX_UNPACKED, MAX_RATIO, RATIO_FREE = 3 << 29, 50, 64 << 20
+MAX_UNPACKED, MAX_RATIO, RATIO_FREE = 1 << 30, 50, 64 << 20
 _GZIP_MAGIC = b"\x1f\x8b"
 _INTEGERS = {"I64", "I32", "I16", "U8", "I8", "BOOL"}
 
@@ -62,27 +62,26 @@ def read_torch_content(path: Path) -> tuple[TorchFile, Content]:
 
 
 def _unpack(path: Path) -> bytes:
-    pieces: list[bytes] = []
-    total, limit = 0, min(MAX_UNPACKED, RATIO_FREE + MAX_RATIO * path.stat().st_size)
+    unpacked = io.BytesIO()
+    limit = min(MAX_UNPACKED, RATIO_FREE + MAX_RATIO * path.stat().st_size)
     with path.open("rb") as file:
         if file.read(2) != _GZIP_MAGIC:
             raise DamagedFile("DS107", f"{path}: not gzip, though its name ends in .gz")
     try:
         with igzip.open(path, "rb") as packed:
             while piece := packed.read(4 << 20):
-                total += len(piece)
-                if total > limit:
+                if unpacked.tell() + len(piece) > limit:
                     raise DamagedFile(
                         "DS111",
                         f"{path}: {path.stat().st_size:,} bytes that unpack to more than {limit:,}; states shrink to "
                         "0.7 of their size at best",
                     )
-                pieces.append(piece)
+                unpacked.write(piece)
     except EOFError as error:
         raise DamagedFile("DS108", f"{path}: truncated: its gzip stream has no end") from error
     except (OSError, IsalError) as error:  # type: ignore[misc]  # its stub calls the class an instance
         raise DamagedFile("DS109", f"{path}: damaged gzip stream: {error}") from error
-    return b"".join(pieces)
+    return unpacked.getvalue()  # shares the buffer
 
 
 def torch_sample(

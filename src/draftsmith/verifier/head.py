@@ -15,13 +15,15 @@ from torch import Tensor
 from draftsmith.errors import BadInput
 from draftsmith.verifier.facts import VerifierFacts
 
+_PART_BYTES = 256 << 20  # of lm_head in float32 at a time
 _LAYER_NUMBER = re.compile(r"\.\d+\.")
 
 
 @dataclass(frozen=True)
 class VerifierHead:
-    """Final norm and lm_head in float32: the map from the last state to the target distribution.
+    """Final norm and lm_head: the map from the last state to the target distribution, computed in float32.
 
+    lm_head is kept as it is in the file (a memory map, until it is used or moved): a large one has gigabytes.
     `of_normed`: the states it is asked about went through the norm already.
     """
 
@@ -42,7 +44,10 @@ class VerifierHead:
 
     def logits(self, state_NH: Tensor) -> Tensor:
         """Return the verifier's logits [N, V] for states of boundary N."""
-        logits_NV = self.normed(state_NH) @ self.lm_head_VH.T
+        return self._logits_of_rows(self.normed(state_NH), self.lm_head_VH)
+
+    def _logits_of_rows(self, normed_NH: Tensor, rows_RH: Tensor) -> Tensor:
+        logits_NV = normed_NH @ rows_RH.float().T
         if self.logit_scale != 1.0:
             logits_NV = logits_NV * self.logit_scale
         if self.logit_softcap is not None:
@@ -50,13 +55,19 @@ class VerifierHead:
         return logits_NV
 
     def argmax(self, state_NH: Tensor, chunk: int = 512) -> Tensor:
-        """Return the verifier's greedy next tokens [N], int64, computed `chunk` positions at a time."""
-        pieces = [self.logits(piece).argmax(-1) for piece in state_NH.split(chunk)]
+        """Return the verifier's greedy next tokens [N], int64: `chunk` positions and a part of lm_head at a time."""
+        rows = max(1, _PART_BYTES // (4 * self.lm_head_VH.shape[1]))
+        pieces = []
+        for piece in state_NH.split(chunk):
+            normed_NH = self.normed(piece)
+            tops = [self._logits_of_rows(normed_NH, part).max(-1) for part in self.lm_head_VH.split(rows)]
+            part_N = torch.stack([top.values for top in tops]).argmax(0)
+            pieces.append(torch.stack([top.indices for top in tops]).gather(0, part_N[None])[0] + part_N * rows)
         return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.long)
 
     def rows(self, token_ids: Tensor) -> "VerifierHead":
         """Return the head restricted to some tokens: logits [N, len(token_ids)]."""
-        return replace(self, lm_head_VH=self.lm_head_VH[token_ids])
+        return replace(self, lm_head_VH=self.lm_head_VH[token_ids].float())
 
     def for_states(self, normed: bool) -> "VerifierHead":
         """Return the head for states that went through the final norm already, or did not."""
@@ -78,7 +89,7 @@ class VerifierHead:
 
 
 def read_head(facts: VerifierFacts) -> VerifierHead:
-    """Read final norm and lm_head (the embedding, if tied) of the verifier as float32."""
+    """Read final norm (as float32) and lm_head (the embedding, if tied; as it is) of the verifier."""
     names = _weight_files(facts.folder)
     norm_H = _read(facts.folder, names, _final_norm_name(facts.folder, names)).float()
     if facts.norm_adds_one:
@@ -86,7 +97,7 @@ def read_head(facts: VerifierFacts) -> VerifierHead:
     head_name = _name_ending(names, "lm_head.weight") or _name_ending(names, "embed_tokens.weight")
     if head_name is None or (head_name.endswith("embed_tokens.weight") and not facts.tied_head):
         raise BadInput(f"{facts.folder}: no lm_head.weight, and the config does not tie it to the embedding")
-    lm_head_VH = _read(facts.folder, names, head_name).float()
+    lm_head_VH = _read(facts.folder, names, head_name)
     if lm_head_VH.shape[1] != facts.hidden_size or norm_H.shape != (facts.hidden_size,):
         raise BadInput(
             f"{facts.folder}: lm_head {tuple(lm_head_VH.shape)} and norm {tuple(norm_H.shape)} do not fit "
