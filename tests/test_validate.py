@@ -18,6 +18,7 @@ from draftsmith.store.manifest import read_json
 from draftsmith.store.samples import Sample
 from draftsmith.store.shard import open_shard
 from draftsmith.store.shard_writer import write_shard
+from draftsmith.validate.values import TokenLimits, check_values
 from write_checks import PAGE, rendered
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -263,6 +264,17 @@ def test_a_store_changed_after_validation_is_refused_by_train(run: Path, run_cli
     code, _, err = run_cli("train", run / "recipe.toml")
     assert code == 1
     assert "changed since it was validated" in err
+
+
+def test_ids_in_the_padded_part_of_the_vocabulary_are_named(run: Path) -> None:
+    sample = open_data(run / "run" / "store").open(0).samples[0]
+    highest = int(sample.read_tables(sample.content.open())[0].max())
+    for limits, codes in (
+        (TokenLimits(highest + 1, highest + 1), []),
+        (TokenLimits(highest + 1, highest), ["DS216"]),
+        (TokenLimits(highest, highest), ["DS204"]),
+    ):
+        assert [finding.code for finding in check_values(sample, limits, None)[0]] == codes
 
 
 def test_the_tables_of_the_page_are_those_of_the_code() -> None:

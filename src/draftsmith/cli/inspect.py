@@ -39,12 +39,12 @@ def inspect(
     Example: draftsmith inspect rows_0-2000 --sample 3 --verifier Qwen/Qwen3-8B
     """
     from draftsmith.interop.describe import describe
-    from draftsmith.interop.formats import foreign_data
+    from draftsmith.interop.formats import whole_data
 
     if sample is not None:
         _show_sample(path, sample, verifier)
         return
-    data = foreign_data(path)
+    data = whole_data(path)
     if data is not None:
         from draftsmith.validate.overview import describe_data
 

@@ -7,12 +7,15 @@ from draftsmith.interop.arrow_data import ArrowData
 from draftsmith.interop.data import Data
 from draftsmith.interop.store_data import StoreData
 from draftsmith.interop.torch_data import TorchData
+from draftsmith.store.manifest import MANIFEST, STORE_IDENTITY
 
 
-def foreign_data(path: Path) -> Data | None:
-    """Open a folder of another tool's hidden states; None if it is none."""
-    if not path.is_dir() or StoreData.recognise(path) is not None:
+def whole_data(path: Path) -> Data | None:
+    """Open a folder of hidden states, if it is one and (a store of ours) finished; else None."""
+    if not path.is_dir():
         return None
+    if (path / STORE_IDENTITY).is_file():
+        return StoreData.recognise(path) if (path / MANIFEST).is_file() else None
     return ArrowData.recognise(path) or TorchData.recognise(path)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from draftsmith.interop.data import NUMBERINGS, TITLES, Data
 from draftsmith.interop.description import Description, TensorRow, capped, printable
+from draftsmith.interop.store_data import StoreData
 from draftsmith.store.sample_file import SampleFile, Span
 from draftsmith.validate.report import FindingLog, histogram
 from draftsmith.validate.scan import Orders, SampleFacts, scan_files
@@ -37,7 +38,7 @@ def describe_data(data: Data, jobs: int = 1) -> Description:
         "boundaries": layout.boundaries,
         "layer ids in their numbering": _their_ids(data),
         "last state": "after the final norm" if layout.normed else "before the final norm",
-        "verifier": layout.verifier,
+        "verifier": data.verifier_identity if isinstance(data, StoreData) else layout.verifier,
         "read from": layout.origin or None,
     }
     rows: list[TensorRow] = []

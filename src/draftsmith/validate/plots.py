@@ -15,6 +15,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 _BLUE, _GREY = "#3b82c4", "#8a8f98"
 _SETTINGS: Any = {"svg.fonttype": "none", "svg.hashsalt": "draftsmith", "font.size": 9, "axes.edgecolor": _GREY}
@@ -59,8 +60,9 @@ def _boxes(axes: Axes, scales: list[dict[str, Any]], report: dict[str, Any]) -> 
         axes.bar([place], [third - first], 0.4, [first], color=_BLUE, edgecolor="none")
         axes.plot([place - 0.2, place + 0.2], [median, median], color=_GREY, linewidth=2)
     axes.set_yscale("log")
-    for axis_ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        axis_ticks("{x:g}")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.set_xticks(range(len(names)), names)
     axes.set_xlim(-0.6, len(names) - 0.4)
     axes.set_ylabel("magnitude")
