@@ -1,18 +1,25 @@
 """prepare: rows, loss masks, answers, and what happens to rows that cannot be used."""
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import MakeRecipe, build_tokenizer
-from draftsmith.conversations.mask import Refused, tokenise
-from draftsmith.conversations.rows import Malformed, parse_row
+from draftsmith.conversations.length import answer_ends, truncate, windows
+from draftsmith.conversations.mask import Masker, Tokenised
+from draftsmith.conversations.shapes import Conversation, Malformed, Message, parse_row
+from draftsmith.conversations.sources import RowReport, read_rows
+from draftsmith.conversations.template import ChatTemplate, Refused
+from draftsmith.recipe import Source
 from draftsmith.store.samples import SampleTable
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -21,12 +28,20 @@ END = [2]
 HELLO = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
 
 
+def tokenise(
+    tokenizer: Any, messages: list[Message], finished: bool = True, answer_ids: list[int] | None = None
+) -> Tokenised:
+    conversation = Conversation("id", messages, "here:1", finished=finished, answer_ids=answer_ids)
+    (sample,) = Masker(ChatTemplate(tokenizer), END).tokenise(conversation)
+    return sample
+
+
 def masked_text(result: Any) -> str:
     return str(TOKENIZER.decode(result.input_ids[result.loss_mask.astype(bool)]))
 
 
 def test_mask_covers_the_answer_and_its_end_of_turn_token() -> None:
-    result = tokenise(TOKENIZER, HELLO, END, 512)
+    result = tokenise(TOKENIZER, HELLO)
     text = "<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\nsat<|im_end|>\n"
     assert TOKENIZER.decode(result.input_ids) == text
     assert masked_text(result) == "sat<|im_end|>"
@@ -38,14 +53,21 @@ def test_mask_of_several_turns_and_a_system_prompt() -> None:
         {"role": "system", "content": "user"},
         *HELLO,
         {"role": "user", "content": "sat"},  # the answer's own words, not to be supervised
-        {"role": "assistant", "content": "Größe 日本語 <|im_end|> odd"},
+        {"role": "assistant", "content": "Größe 日本語 odd"},
     ]
-    result = tokenise(TOKENIZER, messages, END, 512)
-    assert masked_text(result) == "sat<|im_end|>Größe 日本語 <|im_end|> odd<|im_end|>"
+    result = tokenise(TOKENIZER, messages)
+    assert masked_text(result) == "sat<|im_end|>Größe 日本語 odd<|im_end|>"
+
+
+def test_an_answer_that_the_verifier_could_not_have_written_is_refused() -> None:
+    """It would have stopped at the end-of-turn token."""
+    messages = [HELLO[0], {"role": "assistant", "content": "sat<|im_end|> on"}]
+    with pytest.raises(Refused, match="an end-of-turn token inside an answer"):
+        tokenise(TOKENIZER, messages)
 
 
 def test_an_answer_cut_at_the_limit_has_no_end_of_turn_token() -> None:
-    result = tokenise(TOKENIZER, HELLO, END, 512, finished=False)
+    result = tokenise(TOKENIZER, HELLO, finished=False)
     assert masked_text(result) == "sat"
     assert result.loss_mask[-1] == 1
 
@@ -53,35 +75,72 @@ def test_an_answer_cut_at_the_limit_has_no_end_of_turn_token() -> None:
 def test_known_answer_tokens_are_taken_as_they_are() -> None:
     ids = [*TOKENIZER("s")["input_ids"], *TOKENIZER("at")["input_ids"], 2]
     assert len(ids) > len(TOKENIZER("sat")["input_ids"]) + 1  # not how the tokenizer would write it
-    result = tokenise(TOKENIZER, HELLO, END, 512, answer_ids=ids)
+    result = tokenise(TOKENIZER, [*HELLO[:1], HELLO[1]], answer_ids=ids)
     assert result.input_ids[-len(ids) :].tolist() == ids
     assert result.loss_mask.sum() == len(ids)
 
 
 def test_truncation_keeps_whole_characters() -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "日本日本日本"}]
-    whole = tokenise(TOKENIZER, messages, END, 512)
-    for length in range(len(whole.input_ids) - 1, 0, -1):
+    whole = tokenise(TOKENIZER, messages)
+    for length in range(len(whole.input_ids) - 2, 0, -1):
         try:
-            cut = tokenise(TOKENIZER, messages, END, length)
+            cut = truncate(whole, length, TOKENIZER)
         except Refused as reason:
             assert str(reason) == "no supervised token within max_length"
             break
-        assert cut.truncated
+        assert len(cut.input_ids) <= length
         assert "\ufffd" not in TOKENIZER.decode(cut.input_ids)
     else:
         pytest.fail("never refused")
 
 
-def test_a_template_that_changes_earlier_turns_is_refused() -> None:
+def example(mask: list[int]) -> Tokenised:
+    """Tokens 10, 11, 12 ... with a mask."""
+    return Tokenised(np.arange(10, 10 + len(mask), dtype=np.int32), np.array(mask, np.uint8))
+
+
+def test_truncation_ends_behind_the_last_answer_that_fits_whole() -> None:
+    """Answers at 2-3 and 6-8: with 8 tokens only the first is whole; with 9 both; with 3 a part of the first."""
+    sample = example([0, 0, 1, 1, 0, 0, 1, 1, 1, 0])
+    assert answer_ends(sample.loss_mask).tolist() == [4, 9]
+    for max_length, length in ((10, 10), (9, 9), (8, 4), (5, 4), (4, 4), (3, 3)):
+        assert len(truncate(sample, max_length, TOKENIZER).input_ids) == length
+    with pytest.raises(Refused, match="no supervised token within max_length"):
+        truncate(sample, 2, TOKENIZER)
+
+
+def test_windows_supervise_each_answer_once() -> None:
+    """max_length 6: [0, 4) holds the first answer; half a window before the second begins at token 3."""
+    sample = example([0, 0, 1, 1, 0, 0, 1, 1, 1, 0])
+    first, second = windows(sample, 6, TOKENIZER)
+    assert (first.input_ids.tolist(), first.loss_mask.tolist()) == ([10, 11, 12, 13], [0, 0, 1, 1])
+    assert second.input_ids.tolist() == [13, 14, 15, 16, 17, 18]
+    assert second.loss_mask.tolist() == [0, 0, 0, 1, 1, 1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 1), min_size=2, max_size=60), st.integers(4, 20))
+def test_windows_lose_no_supervised_token(mask: list[int], max_length: int) -> None:
+    sample = example([0, *mask])
+    parts = list(windows(sample, max_length, TOKENIZER))
+    supervised = [int(t) for part in parts for t in part.input_ids[part.loss_mask.astype(bool)]]
+    assert supervised == sample.input_ids[sample.loss_mask.astype(bool)].tolist()
+    assert all(len(part.input_ids) <= max_length or len(parts) == 1 for part in parts)
+
+
+def test_a_template_that_changes_earlier_turns_gives_a_sample_per_answer() -> None:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
         "{{ m['content'] if loop.last or m['role'] == 'user' else 'gone' }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    with pytest.raises(Refused, match="changes earlier turns"):
-        tokenise(tokenizer, [*HELLO, *HELLO], END, 512)
+    conversation = Conversation("id", [*HELLO, *HELLO], "here:1")
+    first, second = Masker(ChatTemplate(tokenizer), END).tokenise(conversation)
+    assert masked_text(first) == masked_text(second) == "sat<|im_end|>"
+    assert "gone" in TOKENIZER.decode(second.input_ids)  # the context that serving would see
+    assert "gone" not in TOKENIZER.decode(first.input_ids)
 
 
 words = st.text(alphabet="abc thé日\n<|>", min_size=1, max_size=12)
@@ -99,20 +158,40 @@ def test_masked_text_is_always_what_the_assistant_said(turns: list[tuple[str, st
         )
     ]
     try:
-        result = tokenise(TOKENIZER, messages, END, 4096)
+        result = tokenise(TOKENIZER, messages)
     except Refused as reason:
         assert "crosses the start" in str(reason)
         return
     assert masked_text(result) == "".join(answer + "<|im_end|>" for _, answer in turns)
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.binary(max_size=60))
-def test_random_bytes_are_a_row_or_malformed(line: bytes) -> None:
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+        st.sampled_from(["messages", "role", "content", "from", "value", "conversations", "prompt", "turns", "tools",
+                         "input_ids", "loss_mask", "tool_calls", "type", "text", "instruction", "tags", "id"]),
+        inner, max_size=4),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(json_values)
+def test_any_json_is_a_row_or_malformed(value: Any) -> None:
     try:
-        parse_row(line, "here:1")
+        parse_row(value, "here:1")
     except Malformed as error:
-        assert str(error)
+        assert error.reason
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.binary(max_size=40), max_size=4))
+def test_any_bytes_are_read_or_counted(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]) -> None:
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    path.write_bytes(b"\n".join([b'{"prompt": "a"}', *lines]))
+    report = RowReport()
+    conversations = read_rows([Source(path=str(path))], "drop", report)
+    assert report.rows == len(conversations) + sum(report.dropped.values())
 
 
 def test_invalid_json_on_line_17_stops_with_its_place(make_recipe: MakeRecipe, run_cli: Cli, tmp_path: Path) -> None:
@@ -121,31 +200,128 @@ def test_invalid_json_on_line_17_stops_with_its_place(make_recipe: MakeRecipe, r
     recipe = make_recipe("\n".join(lines) + "\n")
     code, _, err = run_cli("prepare", recipe)
     assert code == 2
-    assert "rows.jsonl: line 17: invalid JSON" in err
+    assert f"{tmp_path / 'rows.jsonl'}:17: invalid JSON" in err
     assert err.count("\n") == 1
     assert not (tmp_path / "run").exists()
     code, out, _ = run_cli("prepare", recipe, "--set", "prepare.malformed=drop", "--json")
     assert code == 0
-    assert json.loads(out)["dropped"] == {"malformed line": 1}
+    assert json.loads(out)["dropped"] == {"invalid JSON": 1}
     assert json.loads(out)["samples"] == 19
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("row", "message"),
     [
-        (b"[1, 2]", "wanted a JSON object, found list"),
-        (b'{"text": "x"}', "neither `messages` nor `prompt` among its keys (text)"),
-        (b'{"messages": []}', "not a list with at least one message"),
-        (b'{"messages": [{"role": "robot", "content": "x"}]}', "message 0 has role 'robot'"),
-        (b'{"messages": [{"role": "user", "content": null}]}', "message 0 has no text as content"),
-        (b'{"prompt": "x", "split": "test"}', "split is 'test'"),
-        (b'{"prompt": "\xff"}', "not UTF-8 at byte 12"),
+        ([1, 2], "not an object: found list"),
+        ({"text": "x"}, "unknown shape: keys text"),
+        ({"messages": []}, "no messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "unknown role: message 0: 'robot'"),
+        ({"messages": [{"role": "user", "content": None}]}, "message 0 has no text as content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "part of type 'image_url'"),
+        ({"prompt": "x", "split": "test"}, "unknown split: 'test'"),
+        ({"conversations": [{"from": "robot", "value": "x"}]}, "turn 0 is from 'robot'"),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, "do not fit"),
     ],
 )
-def test_malformed_rows_say_why(line: bytes, message: str) -> None:
+def test_malformed_rows_say_why(row: Any, message: str) -> None:
     with pytest.raises(Malformed) as error:
-        parse_row(line, "here:1")
+        parse_row(row, "here:1")
     assert message in str(error.value)
+
+
+ASKED = {"role": "user", "content": "the cat"}
+SAID = {"role": "assistant", "content": "sat"}
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"messages": [ASKED, SAID]}, [ASKED, SAID]),
+        ({"conversations": [{"from": "human", "value": "the cat"}, {"from": "gpt", "value": "sat"}]}, [ASKED, SAID]),
+        ({"instruction": "the", "input": "cat", "output": "sat"}, [{"role": "user", "content": "the\n\ncat"}, SAID]),
+        ({"prompt": "the cat"}, [ASKED]),
+        ({"prompt": "the cat", "completion": "sat"}, [ASKED, SAID]),
+        ({"prompt": [ASKED], "completion": [SAID]}, [ASKED, SAID]),
+        ({"turns": ["the cat", "the cat"], "reference": None}, [ASKED, ASKED]),
+        ({"prompt": "the cat", "system": "be"}, [{"role": "system", "content": "be"}, ASKED]),
+        ({"prompt": [{"role": "user", "content": [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]}]},
+         [ASKED]),
+        ({"messages": [ASKED, {**SAID, "reasoning_content": "it is", "odd": 1}]},
+         [ASKED, {**SAID, "reasoning_content": "it is"}]),
+    ],
+)  # fmt: skip
+def test_every_shape_is_told_from_its_keys(row: dict[str, Any], messages: list[Message]) -> None:
+    assert parse_row(row, "here:1").messages == messages
+
+
+def test_tool_calls_have_their_arguments_as_objects() -> None:
+    call = {"id": "1", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    row = {"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}], "tools": "[]"}
+    message = parse_row(row, "here:1").messages[1]
+    assert message["content"] == ""
+    assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2}}
+
+
+def test_rows_that_were_tokenised_already_are_taken_as_they_are(
+    make_recipe: MakeRecipe, run_cli: Cli, tmp_path: Path
+) -> None:
+    rows: list[dict[str, object]] = [{"input_ids": [5, 6, 7, i], "loss_mask": [0, 0, 1, 1]} for i in range(8, 12)]
+    assert run_cli("prepare", make_recipe(rows, prepare={"answers": "keep"}))[0] == 0
+    samples = SampleTable(tmp_path / "run" / "samples")
+    assert samples[0].input_ids.tolist() == [5, 6, 7, 8]
+    assert samples[0].loss_mask.tolist() == [0, 0, 1, 1]
+
+
+def test_sources_of_every_kind_are_mixed(tmp_path: Path) -> None:
+    """A folder with JSONL (BOM, gzip, zstd), JSON and Parquet; the tags of the source; duplicates across files."""
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "one"}\n{"prompt": "two"}')
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "three", "tags": ["own"]}\n'))
+    with pa.output_stream(str(folder / "c.jsonl.zst"), compression="zstd") as stream:
+        stream.write(b'{"prompt": "four"}\n{"prompt": "one"}\n')
+    (folder / "d.json").write_text(json.dumps({"data": [{"prompt": "five"}, {"prompt": "six"}]}))
+    pq.write_table(pa.table({"prompt": ["seven"], "completion": ["sat"]}), folder / "e.parquet")
+    (folder / "notes.txt").write_text("not rows")
+    report = RowReport()
+    rows = read_rows([Source(path=str(folder), tags=["mix"])], "stop", report)
+    assert [row.messages[0]["content"] for row in rows] == ["one", "two", "three", "four", "five", "six", "seven"]
+    assert rows[2].tags == ("mix", "own")
+    assert report.dropped == {"duplicate": 1}
+    assert report.first_place == {"duplicate": "c.jsonl.zst:2, same as a.jsonl:1"}
+    half = read_rows([Source(path=str(folder), weight=0.5)], "stop", RowReport())
+    assert {row.messages[0]["content"] for row in half} < {row.messages[0]["content"] for row in rows}
+
+
+def test_ten_planted_row_faults(make_recipe: MakeRecipe, run_cli: Cli) -> None:
+    """None stops the run; each is counted under its own reason, with its place."""
+    said = [ASKED, SAID]
+    lines: list[tuple[bytes, str]] = [
+        (b'{"messages": [', "invalid JSON"),
+        (b'{"prompt": "\xe4"}', "not UTF-8"),
+        (json.dumps({"messages": [{"role": "robot", "content": "x"}]}).encode(), "unknown role"),
+        (json.dumps({"messages": [{"role": "user", "content": "c"}]}).encode(), "no assistant turn"),
+        (json.dumps({"prompt": "d", "completion": ""}).encode(), "empty answer"),
+        (json.dumps({"messages": [{"role": "user", "content": "e" * 1_000_000}, SAID]}).encode(),
+         "no supervised token within max_length"),
+        (json.dumps({"messages": [{"role": "user", "content": None}, SAID]}).encode(), "a message without text"),
+        (json.dumps({"messages": said}).encode(), "duplicate"),
+        (json.dumps({"text": "a corpus, not a conversation"}).encode(), "unknown shape"),
+        (json.dumps({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, SAID]}).encode(),
+         "a part that is not text"),
+    ]  # fmt: skip
+    shared = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "sat"}]}
+    good = [json.dumps({"messages": said}), json.dumps(shared)]
+    recipe = make_recipe("\n".join(good) + "\n", prepare={"answers": "keep", "malformed": "drop"})
+    rows = recipe.parent / "rows.jsonl"
+    rows.write_bytes(rows.read_bytes() + b"\n".join(line for line, _ in lines) + b"\n")
+    code, out, err = run_cli("prepare", recipe, "--json")
+    assert code == 0, err
+    counts = json.loads(out)
+    assert (counts["rows"], counts["conversations"]) == (12, 2)
+    assert counts["dropped"] == dict(sorted((reason, 1) for _, reason in lines))
+    for number, (_, reason) in enumerate(lines, 3):
+        assert counts["first_dropped"][reason].startswith(f"rows.jsonl:{number}")
 
 
 def test_dropped_rows_are_counted_by_reason_with_their_place(make_recipe: MakeRecipe, run_cli: Cli) -> None:

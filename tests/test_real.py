@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draftsmith.conversations.mask import tokenise
-from draftsmith.conversations.rows import parse_row
+from draftsmith.conversations.mask import Masker
+from draftsmith.conversations.shapes import parse_row
+from draftsmith.conversations.template import ChatTemplate
 from draftsmith.verifier.locate import locate
 from draftsmith.verifier.tokens import end_of_turn_ids, load_tokenizer
 
@@ -55,11 +56,11 @@ def test_masks_on_real_conversations() -> None:
     """Decoded, the supervised tokens of each are its answer, with the end-of-turn token unless it was cut."""
     folder = locate("smollm2")
     tokenizer = load_tokenizer(folder)
-    end_ids = end_of_turn_ids(folder, tokenizer)
+    masker = Masker(ChatTemplate(tokenizer), end_of_turn_ids(folder, tokenizer))
     supervised = 0
     for number, line in enumerate(CONVERSATIONS.open("rb"), 1):
-        row = parse_row(line, f"line {number}")
-        result = tokenise(tokenizer, row.messages, end_ids, 4096, row.finished)
+        row = parse_row(json.loads(line), f"line {number}")
+        (result,) = masker.tokenise(row)
         answer = row.messages[-1]["content"] + ("<|im_end|>" if row.finished else "")
         assert tokenizer.decode(result.input_ids[result.loss_mask.astype(bool)]) == answer
         assert not np.any(np.diff(result.loss_mask.astype(int)) < 0) or row.finished

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftsmith.conversations.run import run_prepare
+from draftsmith.conversations.sources import source_files
 from draftsmith.errors import BadInput
 from draftsmith.evaluate.run import RESULT, run_evaluate
 from draftsmith.extract.run import run_extract
@@ -20,6 +21,7 @@ from draftsmith.interop.formats import open_data
 from draftsmith.interop.source import Source, fingerprint
 from draftsmith.interop.store_data import StoreData
 from draftsmith.recipe import Recipe
+from draftsmith.recipe import Source as RowSource
 from draftsmith.store.manifest import MANIFEST, STORE_IDENTITY, StageFolder, content_hash, read_json, read_manifest
 from draftsmith.store.validation import RECORD, read_record, require_passed, write_record
 from draftsmith.train.run import run_train
@@ -68,11 +70,8 @@ class Pipeline:
     def samples(self) -> StageFolder:
         """samples/, made from the input files, the verifier and the recipe."""
         recipe = self.recipe.prepare
-        for name in recipe.input:
-            if not Path(name).is_file():
-                raise BadInput(f"{name}: no such file (prepare.input)")
-        settings = recipe.model_dump(mode="json", exclude={"input"})
-        inputs = {"files": [hash_file(Path(name)) for name in recipe.input]}
+        settings = recipe.model_dump(mode="json", exclude={"input", "server_url", "server_requests"})
+        inputs = {"sources": [_describe_source(source) for source in recipe.input]}
         return self._folder("samples", "prepare", settings, inputs, seed=self.recipe.seed)
 
     @property
@@ -225,6 +224,13 @@ class Pipeline:
             return None
         real = read_json(result).get("real")
         return int(real["fastest_draft_length"]) if real else None
+
+
+def _describe_source(source: RowSource) -> dict[str, Any]:
+    """Return what identifies a source's rows: the hashes of its files, or its name, and what is taken of it."""
+    files = source_files(source)
+    settings = source.model_dump(mode="json", exclude={"path"})
+    return {**settings, "files": [hash_file(file) for file in files] if files is not None else source.path}
 
 
 _FOLDERS: dict[StageName, str] = {

@@ -25,12 +25,36 @@ class VerifierRecipe(_Section):
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: float32 on CPU, bfloat16 on GPU")
 
 
+DATASET_PREFIX = "hf:"
+
+
+class Source(_Section):
+    """Where rows come from."""
+
+    path: str = Field(description="a file, a folder, or hf:NAME[:SUBSET] for a Hugging Face dataset")
+    weight: float = Field(1.0, gt=0.0, le=1.0, description="share of its rows that is used, chosen by hash")
+    tags: list[str] = Field([], description="added to the tags of its rows")
+    split: str = Field("train", description="the split of a Hugging Face dataset")
+
+    @property
+    def is_dataset(self) -> bool:
+        """Whether `path` is the name of a dataset."""
+        return self.path.startswith(DATASET_PREFIX)
+
+
 class PrepareRecipe(_Section):
     """Rows of conversations or prompts -> samples with loss masks."""
 
-    input: list[str] = Field([], description="JSONL files; rows hold `messages` or a `prompt`")
-    answers: Literal["verifier", "keep"] = Field(
-        "verifier", description="who writes the assistant turns: the verifier, or they are kept as they are"
+    input: list[Source] = Field(
+        [], description="files, folders, hf:DATASET, or {path, weight, tags}; JSONL, JSON or Parquet, .gz or .zst"
+    )
+    answers: Literal["verifier", "server", "keep"] = Field(
+        "verifier", description="who writes the assistant turns: the verifier here, a server of it, or they are kept"
+    )
+    server_url: str = Field("", description="answers = 'server': an OpenAI-compatible URL, http://HOST:PORT/v1")
+    server_requests: int = Field(32, ge=1, description="requests in flight")
+    template_kwargs: dict[str, Any] = Field(
+        {}, description="given to the chat template, such as { enable_thinking = false }; serve with the same"
     )
     max_new_tokens: int = Field(256, ge=1, description="longest answer the verifier may write")
     temperature: float = Field(0.0, ge=0.0, description="0 is greedy")
@@ -39,7 +63,10 @@ class PrepareRecipe(_Section):
     unfinished: Literal["keep", "drop"] = Field(
         "keep", description="answers cut at max_new_tokens: keep without end-of-turn token, or drop"
     )
-    max_length: int = Field(2048, ge=8, description="longest sample, in tokens; the rest is cut off")
+    max_length: int = Field(2048, ge=8, description="longest sample, in tokens")
+    long: Literal["truncate", "drop", "window"] = Field(
+        "truncate", description="longer ones: cut behind the last whole answer that fits, drop, or several windows"
+    )
     malformed: Literal["stop", "drop"] = Field(
         "stop", description="a line that is not a readable row: stop with its place, or drop and count it"
     )
@@ -49,8 +76,9 @@ class PrepareRecipe(_Section):
 
     @field_validator("input", mode="before")
     @classmethod
-    def _one_path_is_a_list(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
+    def _paths_are_sources(cls, value: Any) -> Any:
+        entries = value if isinstance(value, list) else [value]
+        return [{"path": entry} if isinstance(entry, str) else entry for entry in entries]
 
 
 class ExtractRecipe(_Section):
@@ -152,6 +180,8 @@ class Recipe(_Section):
     def _lengths_agree(self) -> "Recipe":
         if not self.prepare.input and not self.data.path:
             raise ValueError("prepare.input: required, but not there (or data.path, states of another tool)")
+        if self.prepare.answers == "server" and not self.prepare.server_url:
+            raise ValueError("prepare.server_url: required with prepare.answers = 'server'")
         if self.prepare.max_new_tokens >= self.prepare.max_length:
             raise ValueError("prepare.max_new_tokens must be smaller than prepare.max_length")
         return self
@@ -220,7 +250,10 @@ def _keys_of(sections: list[str]) -> list[str]:
 
 
 def _resolve_paths(recipe: Recipe, base: Path) -> Recipe:
-    inputs = [str(base / entry) for entry in recipe.prepare.input]
+    inputs = [
+        source if source.is_dataset else source.model_copy(update={"path": str(base / source.path)})
+        for source in recipe.prepare.input
+    ]
     model = recipe.verifier.model
     if model.startswith((".", "~")) or (base / model).is_dir():
         model = str((base / Path(model).expanduser()).resolve())
@@ -262,6 +295,8 @@ def _toml(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, str):
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     return str(value)

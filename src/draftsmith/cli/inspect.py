@@ -42,7 +42,9 @@ def inspect(
     from draftsmith.interop.formats import whole_data
 
     if sample is not None:
-        _show_sample(path, sample, verifier)
+        from draftsmith.cli.text import print_stored_sample
+
+        print_stored_sample(path, sample, verifier)
         return
     data = whole_data(path)
     if data is not None:
@@ -66,29 +68,6 @@ def inspect(
         console.print(table, width=None if console.is_terminal else _PIPE_WIDTH, crop=False)
     for note in description.notes:
         print(f"note: {note}")
-
-
-def _show_sample(path: Path, number: int, verifier: str | None) -> None:
-    """Print one sample's text: supervised tokens green on a terminal, between ⟦ and ⟧ elsewhere."""
-    from draftsmith.errors import BadInput
-    from draftsmith.interop.formats import open_data
-    from draftsmith.validate.text import spans_of, text_of
-    from draftsmith.verifier.locate import locate
-    from draftsmith.verifier.tokens import load_tokenizer
-
-    data = open_data(path)
-    name = verifier or data.layout.verifier
-    if name is None:
-        raise BadInput(f"{path}: the files do not name their verifier; name it with --verifier")
-    found = spans_of(data, number)
-    console = Console(markup=False, highlight=False, emoji=False)
-    print(f"{found.where}: {found.tokens:,} tokens, {found.supervised:,} supervised")
-    for text, supervised in text_of(found, load_tokenizer(locate(name))):
-        if console.is_terminal:
-            console.print(text, style="green" if supervised else "dim", end="")
-        else:
-            print(f"⟦{text}⟧" if supervised else text, end="")
-    print()
 
 
 def _bars(histogram: dict[str, Any]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from rich.table import Table
 from draftsmith.pipeline import Outcome
 
 PLACES = 3  # shown of each code
+_BAR_WIDTH = 30
 
 
 def show(outcome: Outcome, console: Console) -> None:
@@ -26,6 +27,15 @@ def _show_prepare(counts: dict[str, Any], console: Console) -> None:
         f"{counts['supervised_tokens']:,} supervised; {counts['unfinished']:,} answers cut at the limit, "
         f"{counts['truncated']:,} samples truncated",
     )
+    for key, what in (
+        ("per_turn", "conversations with a sample per answer: the chat template renders earlier turns otherwise"),
+        ("windowed", "samples divided into windows"),
+        ("without_reasoning", "conversations whose reasoning the chat template does not write"),
+    ):
+        if counts[key]:
+            _line(console, f"  {counts[key]:,} {what}")
+    for mode, count in counts["template_modes"].items():
+        _line(console, f"  [yellow]{count:,} conversations rendered with {mode}[/yellow]: serve with the same")
     for reason, count in counts["dropped"].items():
         _line(
             console,
@@ -35,8 +45,9 @@ def _show_prepare(counts: dict[str, Any], console: Console) -> None:
         _line(console, "  dropped 0")
     if not counts["coverage"]:
         return
-    sizes = ", ".join(f"{int(size):,}: {share:.1%}" for size, share in counts["coverage"].items())
-    _line(console, f"  supervised tokens that a draft vocabulary covers: {sizes}")
+    _line(console, "  supervised tokens that a draft vocabulary of each size covers:")
+    for size, share in counts["coverage"].items():
+        _line(console, f"    {int(size):>7,} {'#' * round(_BAR_WIDTH * share):<{_BAR_WIDTH}} {share:.1%}")
 
 
 def _show_extract(counts: dict[str, Any], console: Console) -> None:

@@ -1,7 +1,7 @@
 """The stage verbs: `draftsmith STAGE recipe.toml [--set key=value] [--redo] [--json]`; validate has its own file."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -17,12 +17,22 @@ def register(app: typer.Typer) -> None:
         app.command(verb.__name__)(verb)
 
 
-def prepare(recipe: RecipePath, assign: Assignments = None, redo: Redo = False, as_json: AsJson = False) -> None:
+def prepare(
+    recipe: RecipePath,
+    assign: Assignments = None,
+    show: Annotated[int, typer.Option(help="Print this many samples, supervised tokens coloured.", min=0)] = 0,
+    redo: Redo = False,
+    as_json: AsJson = False,
+) -> None:
     """Turn conversations or prompts into samples with loss masks; the verifier writes the answers.
 
-    Example: draftsmith prepare recipe.toml --set prepare.max_new_tokens=128
+    Example: draftsmith prepare recipe.toml --show 3
     """
-    _run("prepare", recipe, assign, redo, as_json)
+    pipeline = _run("prepare", recipe, assign, redo, as_json)
+    if show:
+        from draftsmith.cli.text import print_samples
+
+        print_samples(pipeline, show)
 
 
 def extract(recipe: RecipePath, assign: Assignments = None, redo: Redo = False, as_json: AsJson = False) -> None:
@@ -67,7 +77,7 @@ def open_pipeline(recipe: Path, assign: list[str] | None, redo: Literal["never",
     return Pipeline(loaded, redo)
 
 
-def _run(stage: "StageName", recipe: Path, assign: list[str] | None, redo: bool, as_json: bool) -> None:
+def _run(stage: "StageName", recipe: Path, assign: list[str] | None, redo: bool, as_json: bool) -> "Pipeline":
     pipeline = open_pipeline(recipe, assign, "always" if redo else "never")
     outcome = pipeline.run(stage)
     if as_json:
@@ -87,3 +97,4 @@ def _run(stage: "StageName", recipe: Path, assign: list[str] | None, redo: bool,
         show(outcome, Console())
     if not outcome.passed:
         raise typer.Exit(1)
+    return pipeline

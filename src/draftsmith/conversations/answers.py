@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from draftsmith.conversations.mask import Refused, render
-from draftsmith.conversations.rows import Conversation, Message
+from draftsmith.conversations.shapes import Conversation, Message
+from draftsmith.conversations.template import ChatTemplate, Refused
 from draftsmith.files import hash_json, write_json
 from draftsmith.progress import progress
 from draftsmith.recipe import PrepareRecipe, VerifierRecipe
@@ -23,7 +23,7 @@ from draftsmith.verifier.run import RunningVerifier, load_verifier
 def answer_all(
     conversations: list[Conversation],
     chunk_folder: Path,
-    tokenizer: Any,
+    template: ChatTemplate,
     end_ids: list[int],
     facts: VerifierFacts,
     recipe: PrepareRecipe,
@@ -44,7 +44,7 @@ def answer_all(
             for number in missing:
                 members = [conversations[i] for i in chunks[number]]
                 torch.manual_seed(int(hash_json([seed, number])[:15], 16))
-                answers = _answer_chunk(verifier, members, tokenizer, end_ids, recipe)
+                answers = _answer_chunk(verifier, members, template, end_ids, recipe)
                 write_json(files[number], {"answers": answers})
                 meter.advance(len(members))
     answered = list(conversations)
@@ -57,12 +57,13 @@ def answer_all(
 def _answer_chunk(
     verifier: RunningVerifier,
     conversations: list[Conversation],
-    tokenizer: Any,
+    template: ChatTemplate,
     end_ids: list[int],
     recipe: PrepareRecipe,
 ) -> list[dict[str, Any]]:
     """Answer some conversations together; return each one's `messages`, `finished` and `answer_ids`."""
-    pending = [_questions(conversation.messages) for conversation in conversations]
+    tokenizer = template.tokenizer
+    pending = [questions(conversation.messages) for conversation in conversations]
     written: list[list[Message]] = [[] for _ in conversations]
     finished = [True] * len(conversations)
     answer_ids: list[list[int] | None] = [None] * len(conversations)
@@ -70,7 +71,7 @@ def _answer_chunk(
         prompts = []
         for i in active:
             written[i] += pending[i].pop(0)
-            prompts.append(_prompt(tokenizer, written[i]))
+            prompts.append(prompt_of(template, conversations[i], written[i]))
         replies = generate(verifier, [p or "" for p in prompts], tokenizer, end_ids, recipe)
         for i, prompt, ids in zip(active, prompts, replies, strict=True):
             if prompt is None:
@@ -114,7 +115,7 @@ def generate(
     return replies
 
 
-def _questions(messages: list[Message]) -> list[list[Message]]:
+def questions(messages: list[Message]) -> list[list[Message]]:
     """Split messages into what stands before each assistant turn; a last one without answer counts.
 
     system, user, assistant, user -> [[system, user], [user]]
@@ -128,13 +129,13 @@ def _questions(messages: list[Message]) -> list[list[Message]]:
     return [group for group in groups if group]
 
 
-def _prompt(tokenizer: Any, messages: list[Message]) -> str | None:
+def prompt_of(template: ChatTemplate, conversation: Conversation, messages: list[Message]) -> str | None:
     """Return the rendered prompt, or None if the template rejects it (tokenising will say so and count it)."""
     try:
-        return render(tokenizer, messages, generation_prompt=True)
+        return template.render(messages, generation_prompt=True, tools=conversation.tools)
     except Refused:
         return None
 
 
 def _characters(conversation: Conversation) -> int:
-    return sum(len(message["content"]) for message in conversation.asked)
+    return sum(len(message["content"]) for message in conversation.messages if message["role"] != "assistant")

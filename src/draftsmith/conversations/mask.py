@@ -1,109 +1,158 @@
-"""Messages -> token ids and loss mask, by the tokenizer's own chat template.
+"""Rendered conversations -> token ids and loss mask.
 
-The conversation is rendered once and tokenised once. Each assistant turn's place in that text follows from two
-more renderings: the messages before it with the generation prompt (where the verifier would begin to write),
-and the messages through it (where its turn ends). The mask covers the tokens from the first to the last, the
-end-of-turn token included, and nothing after it:
+Each text is tokenised once, as a whole; an answer's characters become tokens by the offsets of that one tokenisation.
+The mask covers what the verifier itself would generate: from behind the generation prompt through the first
+end-of-turn token, and nothing after it:
 
-    <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n
+    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello!<|im_end|>\\n
     0           0   0 0 0         0 0           0        0 1    1 1         0
 """
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from draftsmith.conversations.rows import Message
-
-
-class Refused(Exception):
-    """No loss mask can be given that is certainly right; the message is the reason it is counted under."""
+from draftsmith.conversations.shapes import Conversation
+from draftsmith.conversations.template import ChatTemplate, Refused
+from draftsmith.conversations.turns import Answer, Rendering, render_turns
+from draftsmith.verifier.turns import MaskRules, fit_mask, mask_rules
 
 
 @dataclass(frozen=True)
 class Tokenised:
-    """`input_ids` int32 [T], `loss_mask` uint8 [T]; `truncated` if max_length cut something off."""
+    """`input_ids` int32 [T], `loss_mask` uint8 [T]; `mode` are template variables it needed besides the recipe's.
+
+    `drops_reasoning`: the template wrote an answer without the reasoning that the row has.
+    """
 
     input_ids: npt.NDArray[np.int32]
     loss_mask: npt.NDArray[np.uint8]
-    truncated: bool
+    mode: dict[str, Any] = field(default_factory=dict)
+    drops_reasoning: bool = False
 
 
-def render(tokenizer: Any, messages: list[Message], generation_prompt: bool = False) -> str:
-    """Render messages by the chat template; raise Refused if the template rejects them."""
-    try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
-    except Exception as error:  # templates raise whatever their author chose
-        raise Refused(f"the chat template rejects the messages: {error}") from error
-    return text
+class Masker:
+    """Tokenises conversations with one template; `end_ids` are the tokens that end an answer."""
+
+    def __init__(self, template: ChatTemplate, end_ids: list[int]) -> None:
+        self._template, self._end_ids = template, end_ids
+        self.tokenizer = template.tokenizer
+        self._rules: dict[str, MaskRules] = {}
+
+    def tokenise(self, conversation: Conversation) -> list[Tokenised]:
+        """Tokenise a conversation and mask what the verifier wrote: one sample, or one per answer.
+
+        `conversation.answer_ids` are the very tokens of the last answer where they are known: text need not tokenise
+        back to them. Otherwise, if it is not finished, the last answer loses the end-of-turn token that the template
+        adds. Raises Refused where the mask would be a guess.
+        """
+        if conversation.tokens is not None:
+            ids, mask = conversation.tokens
+            if not any(mask):
+                raise Refused("no supervised token")
+            return [Tokenised(np.array(ids, np.int32), np.array(mask, np.uint8))]
+        if conversation.answer_ids is not None:
+            samples = self._with_known_answer(conversation, conversation.answer_ids)
+        else:
+            renderings = render_turns(self._template, conversation.messages, conversation.tools)
+            samples = [_tokenise(self._template.tokenizer, rendering, self._end_ids) for rendering in renderings]
+            if not conversation.finished and conversation.messages[-1]["role"] == "assistant":
+                samples[-1] = _unfinished(samples[-1])
+        for sample in samples:
+            self._check_by_scan(sample)
+        return samples
+
+    def _with_known_answer(self, conversation: Conversation, answer_ids: list[int]) -> list[Tokenised]:
+        messages, tools = conversation.messages[:-1], conversation.tools
+        earlier = any(message["role"] == "assistant" for message in messages[1:])
+        renderings = render_turns(self._template, messages, tools) if earlier else []
+        prompt = self._template.render(messages, generation_prompt=True, tools=tools)
+        if len(renderings) == 1 and not renderings[0].mode and prompt.startswith(renderings[0].text):
+            renderings[0] = Rendering(prompt, renderings[0].answers)
+        else:
+            renderings.append(Rendering(prompt, []))
+        samples = [_tokenise(self._template.tokenizer, rendering, self._end_ids) for rendering in renderings]
+        context, answer = samples[-1], np.array(answer_ids, np.int32)
+        samples[-1] = Tokenised(
+            np.concatenate([context.input_ids, answer]),
+            np.concatenate([context.loss_mask, np.ones(len(answer), np.uint8)]),
+            context.mode,
+        )
+        return samples
+
+    def _check_by_scan(self, sample: Tokenised) -> None:
+        """Find the answers a second way, in the token ids alone; raise Refused unless both ways agree."""
+        key = json.dumps(sample.mode, sort_keys=True)
+        if key not in self._rules:
+            given = {**self._template.given, **sample.mode}
+            self._rules[key] = mask_rules(self._template.tokenizer, self._end_ids, given)
+        if not fit_mask(sample.input_ids, sample.loss_mask, self._rules[key]).as_is:
+            raise Refused("rendering and token scan disagree about where an answer is")
 
 
-def tokenise(
-    tokenizer: Any,
-    messages: list[Message],
-    end_ids: list[int],
-    max_length: int,
-    finished: bool = True,
-    answer_ids: list[int] | None = None,
-) -> Tokenised:
-    """Tokenise a conversation and mask what the verifier wrote.
-
-    `answer_ids` are the very tokens of the last answer where they are known: text need not tokenise back to them.
-    Otherwise, if not `finished`, the last answer loses the end-of-turn token that the template adds.
-    Raises Refused where the mask would be a guess, or where nothing would be supervised.
-    """
-    rendered = messages if answer_ids is None else messages[:-1]
-    text = render(tokenizer, rendered, generation_prompt=answer_ids is not None)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    input_ids = np.array(encoded["input_ids"], np.int32)
-    offsets = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
+def _tokenise(tokenizer: Any, rendering: Rendering, end_ids: list[int]) -> Tokenised:
+    text = rendering.text
+    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+    input_ids = np.array(encoding.ids, np.int32)
     loss_mask = np.zeros(len(input_ids), np.uint8)
-    end = 0
-    for number, message in enumerate(rendered):
-        if message["role"] == "assistant":
-            first, end = _answer_tokens(tokenizer, text, rendered, number, input_ids, offsets, end_ids)
-            loss_mask[first:end] = 1
-    if answer_ids is not None:
-        input_ids = np.append(input_ids, np.array(answer_ids, np.int32))
-        loss_mask = np.append(loss_mask, np.ones(len(answer_ids), np.uint8))
-    elif not finished and end:
-        input_ids, loss_mask = input_ids[: end - 1], loss_mask[: end - 1]
-    if not loss_mask.any():
-        raise Refused("no assistant turn")
-    kept = _whole_characters(offsets, min(len(input_ids), max_length))
-    if not loss_mask[1:kept].any():
-        raise Refused("no supervised token within max_length")
-    return Tokenised(input_ids[:kept], loss_mask[:kept], truncated=kept < len(input_ids))
+    for answer in rendering.answers:
+        first, end = _answer_tokens(encoding, text, answer, input_ids, end_ids)
+        if end is None:
+            # The template closes this turn by opening the next one.
+            end = _first_behind(encoding, answer.stop) if answer.stop < len(text) else None
+            closing = int(input_ids[end]) if end is not None else _closing_token(tokenizer, rendering.following)
+            if closing not in end_ids:
+                raise Refused("the chat template puts no end-of-turn token after an answer")
+            if end is None:
+                input_ids, loss_mask = np.append(input_ids, np.int32(closing)), np.append(loss_mask, np.uint8(0))
+                end = len(input_ids) - 1
+            end += 1
+        loss_mask[first:end] = 1
+    return Tokenised(input_ids, loss_mask, rendering.mode, rendering.drops_reasoning)
 
 
 def _answer_tokens(
-    tokenizer: Any,
-    text: str,
-    messages: list[Message],
-    number: int,
-    input_ids: npt.NDArray[np.int32],
-    offsets: npt.NDArray[np.int64],
-    end_ids: list[int],
-) -> tuple[int, int]:
-    """Return the token range [first, end) of assistant turn `number`, its end-of-turn token the last."""
-    before = render(tokenizer, messages[:number], generation_prompt=True)
-    through = render(tokenizer, messages[: number + 1])
-    if not text.startswith(before) or not text.startswith(through) or len(through) < len(before):
-        raise Refused("the chat template changes earlier turns")
-    start, stop = len(before), len(through)
-    if np.any((offsets[:, 0] < start) & (start < offsets[:, 1])):
+    encoding: Any, text: str, answer: Answer, input_ids: npt.NDArray[np.int32], end_ids: list[int]
+) -> tuple[int, int | None]:
+    """Return the token range [first, end) of an answer, its end-of-turn token the last; end None: it has none."""
+    first = _first_behind(encoding, answer.start)
+    if first is None or answer.start == answer.stop:
+        raise Refused("empty answer")
+    start, _ = encoding.token_to_chars(first)
+    if start < answer.start:
         raise Refused("a token crosses the start of an answer")
-    inside = np.flatnonzero((offsets[:, 0] >= start) & (offsets[:, 1] <= stop) & (offsets[:, 1] > offsets[:, 0]))
-    ends = inside[np.isin(input_ids[inside], end_ids)]
+    last = encoding.char_to_token(answer.stop - 1)
+    inside = input_ids[first : last + 1]
+    ends = np.flatnonzero(np.isin(inside, end_ids))
     if not len(ends):
-        raise Refused("the chat template puts no end-of-turn token after an answer")
-    return int(inside[0]), int(ends[-1]) + 1
+        return first, None
+    closing = first + int(ends[0])
+    if closing == first:
+        raise Refused("empty answer")
+    written = text[answer.start : encoding.token_to_chars(closing)[0]]
+    if any(words not in written for words in answer.holds):
+        raise Refused("an end-of-turn token inside an answer")
+    return first, closing + 1
 
 
-def _whole_characters(offsets: npt.NDArray[np.int64], length: int) -> int:
-    """Return the largest cut <= length that does not part the tokens of one character."""
-    while 0 < length < len(offsets) and offsets[length, 0] < offsets[length - 1, 1]:
-        length -= 1
-    return length
+def _first_behind(encoding: Any, place: int) -> int | None:
+    """Return the first token at or behind a character; None at the end of the text."""
+    token: int | None = encoding.char_to_token(place)
+    return token
+
+
+def _closing_token(tokenizer: Any, following: str) -> int | None:
+    """Return the first token of what opens the next turn."""
+    ids = tokenizer.backend_tokenizer.encode(following, add_special_tokens=False).ids if following else []
+    return ids[0] if ids else None
+
+
+def _unfinished(sample: Tokenised) -> Tokenised:
+    """Cut the end-of-turn token (and what is behind it) from an answer that nothing ended."""
+    end = int(np.flatnonzero(sample.loss_mask)[-1])
+    if sample.loss_mask[:end].sum() == 0:
+        raise Refused("empty answer")
+    return replace(sample, input_ids=sample.input_ids[:end], loss_mask=sample.loss_mask[:end])

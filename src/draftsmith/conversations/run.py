@@ -1,12 +1,14 @@
 """prepare: rows of conversations or prompts -> samples with loss masks.
 
-Writes samples.parquet (see store/samples.py), conversations.jsonl (the same conversations as text) and
-token_counts.parquet (how often each token occurs and is supervised in the train split).
+Writes samples.parquet (see store/samples.py), conversations.jsonl (the same conversations as text),
+token_counts.parquet (how often each token occurs and is supervised in the train split) and the chat template.
 """
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +17,42 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draftsmith.conversations.answers import answer_all
-from draftsmith.conversations.mask import Refused, tokenise
-from draftsmith.conversations.rows import Conversation, RowReport, read_rows
+from draftsmith.conversations.length import truncate, windows
+from draftsmith.conversations.mask import Masker, Tokenised
+from draftsmith.conversations.server import answer_by_server
+from draftsmith.conversations.shapes import Conversation
+from draftsmith.conversations.sources import RowReport, read_rows
+from draftsmith.conversations.template import ChatTemplate, Refused
 from draftsmith.draft.vocabulary import count_supervised, coverage
 from draftsmith.errors import BadInput
 from draftsmith.files import commit, hash_json, temporary_name, write_text
 from draftsmith.progress import progress
 from draftsmith.recipe import PrepareRecipe, VerifierRecipe
 from draftsmith.store.manifest import StageFolder
-from draftsmith.store.samples import SAMPLES_FILE, Sample, write_samples
-from draftsmith.verifier.facts import VerifierFacts
+from draftsmith.store.samples import CHAT_TEMPLATE, SAMPLES_FILE, Sample, write_samples
+from draftsmith.verifier.facts import VerifierFacts, chat_template
 from draftsmith.verifier.tokens import end_of_turn_ids, load_tokenizer
 
 _CONVERSATIONS_FILE = "conversations.jsonl"
 _COUNTS_FILE = "token_counts.parquet"
 _VOCABULARY_SIZES = (1024, 2048, 4096, 8192, 16384, 32768)
+
+
+@dataclass
+class _Made:
+    """Samples with the conversations they are of, and what happened on the way."""
+
+    kept: list[tuple[Conversation, list[Sample]]] = field(default_factory=list)
+    truncated: int = 0
+    windowed: int = 0
+    per_turn: int = 0
+    without_reasoning: int = 0
+    modes: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def samples(self) -> list[Sample]:
+        """All samples, in the order of their conversations."""
+        return [sample for _, samples in self.kept for sample in samples]
 
 
 def run_prepare(
@@ -41,54 +64,102 @@ def run_prepare(
 ) -> dict[str, Any]:
     """Write samples/; go on where an interrupted run stopped. Returns the counts."""
     report = RowReport()
-    conversations = read_rows([Path(name) for name in recipe.input], recipe.malformed, report)
-    tokenizer = load_tokenizer(facts.folder)
-    end_ids = end_of_turn_ids(facts.folder, tokenizer)
+    conversations = read_rows(recipe.input, recipe.malformed, report)
+    template = ChatTemplate(load_tokenizer(facts.folder), recipe.template_kwargs)
+    end_ids = end_of_turn_ids(facts.folder, template.tokenizer)
     folder.begin()
     chunks = folder.path / "answers"
+    asked = [conversation for conversation in conversations if _is_answered_anew(conversation, recipe, report)]
     if recipe.answers == "verifier":
-        conversations = answer_all(conversations, chunks, tokenizer, end_ids, facts, recipe, verifier_recipe, seed)
-    kept: list[tuple[Conversation, Sample]] = []
-    truncated = 0
-    for conversation in _with_progress(conversations):
-        try:
-            if recipe.unfinished == "drop" and not conversation.finished:
-                raise Refused("answer cut at the token limit")
-            if conversation.messages[-1] == {"role": "assistant", "content": ""}:
-                raise Refused("empty answer")
-            result = tokenise(
-                tokenizer,
-                conversation.messages,
-                end_ids,
-                recipe.max_length,
-                conversation.finished,
-                conversation.answer_ids,
-            )
-        except Refused as reason:
-            report.drop(str(reason), conversation.place)
-            continue
-        truncated += result.truncated
-        split = conversation.split or _split(conversation, recipe.validation_share, seed)
-        sample = Sample(conversation.id, result.input_ids, result.loss_mask, split, conversation.tags)
-        kept.append((conversation, sample))
-    if not kept:
+        asked = answer_all(asked, chunks, template, end_ids, facts, recipe, verifier_recipe, seed)
+    elif recipe.answers == "server":
+        asked = answer_by_server(asked, chunks, template, end_ids, recipe, seed)
+    made = _make_samples(asked, Masker(template, end_ids), recipe, report, seed)
+    if not made.kept:
         folder.remove()
         raise BadInput("no sample is left; dropped: " + "; ".join(_reasons(report)))
-    samples = [sample for _, sample in kept]
+    samples = made.samples
     write_samples(folder.path, samples)
-    write_text(folder.path / _CONVERSATIONS_FILE, "".join(_json_lines(kept)))
-    counts = _counts(report, kept, truncated)
+    write_text(folder.path / _CONVERSATIONS_FILE, "".join(_json_lines(made)))
+    write_text(folder.path / CHAT_TEMPLATE, chat_template(facts.folder))
+    counts = _counts(report, made)
     counts["coverage"] = _write_token_counts(folder.path / _COUNTS_FILE, samples, facts.vocab_size)
-    folder.finish(counts, [SAMPLES_FILE, _CONVERSATIONS_FILE, _COUNTS_FILE])
+    folder.finish(counts, [SAMPLES_FILE, _CONVERSATIONS_FILE, _COUNTS_FILE, CHAT_TEMPLATE])
     shutil.rmtree(chunks, ignore_errors=True)
     return counts
 
 
-def _with_progress(conversations: list[Conversation]) -> Iterator[Conversation]:
+def _is_answered_anew(conversation: Conversation, recipe: PrepareRecipe, report: RowReport) -> bool:
+    """Drop what the verifier cannot answer anew: tool results belong to calls that are not kept."""
+    if recipe.answers == "keep":
+        return True
+    if conversation.tokens is not None:
+        report.drop("tokenised already: its answers cannot be written anew", conversation.place)
+        return False
+    if any(message["role"] == "tool" for message in conversation.messages):
+        report.drop("tool results of answers that are not kept", conversation.place)
+        return False
+    return True
+
+
+def _make_samples(
+    conversations: list[Conversation], masker: Masker, recipe: PrepareRecipe, report: RowReport, seed: int
+) -> _Made:
+    made = _Made()
     with progress("tokenise", len(conversations), "conversations") as meter:
         for conversation in conversations:
-            yield conversation
+            try:
+                samples = _samples_of(conversation, masker, recipe, made)
+            except Refused as reason:
+                report.drop(str(reason), conversation.place)
+            else:
+                split = conversation.split or _split(conversation, recipe.validation_share, seed)
+                names = (
+                    [conversation.id] if len(samples) == 1 else [f"{conversation.id}/{i}" for i in range(len(samples))]
+                )
+                made.kept.append(
+                    (
+                        conversation,
+                        [
+                            Sample(name, sample.input_ids, sample.loss_mask, split, conversation.tags)
+                            for name, sample in zip(names, samples, strict=True)
+                        ],
+                    )
+                )
             meter.advance(1)
+    return made
+
+
+def _samples_of(conversation: Conversation, masker: Masker, recipe: PrepareRecipe, made: _Made) -> list[Tokenised]:
+    """Tokenise one conversation and fit it to the longest length; raise Refused if nothing of it is left."""
+    if conversation.rejected is not None:
+        raise Refused(conversation.rejected)
+    if recipe.unfinished == "drop" and not conversation.finished:
+        raise Refused("answer cut at the token limit")
+    if conversation.messages and conversation.messages[-1] == {"role": "assistant", "content": ""}:
+        raise Refused("empty answer")
+    whole = masker.tokenise(conversation)
+    fitting: list[Tokenised] = []
+    reason: Refused | None = None
+    for sample in whole:
+        long = len(sample.input_ids) > recipe.max_length
+        try:
+            if long and recipe.long == "drop":
+                raise Refused("longer than max_length")
+            if recipe.long == "window":
+                fitting += windows(sample, recipe.max_length, masker.tokenizer)
+                made.windowed += long
+            else:
+                fitting.append(truncate(sample, recipe.max_length, masker.tokenizer))
+                made.truncated += long
+        except Refused as error:
+            reason = error
+    if not fitting:
+        raise reason or Refused("no supervised token within max_length")
+    made.per_turn += len(whole) > 1
+    made.without_reasoning += any(sample.drops_reasoning for sample in whole)
+    made.modes.update({json.dumps(sample.mode, sort_keys=True) for sample in whole if sample.mode})
+    return fitting
 
 
 def _split(conversation: Conversation, share: float, seed: int) -> str:
@@ -101,31 +172,36 @@ def _reasons(report: RowReport) -> list[str]:
     return [f"{count} x {why} (first: {report.first_place[why]})" for why, count in report.dropped.items()]
 
 
-def _counts(report: RowReport, kept: list[tuple[Conversation, Sample]], truncated: int) -> dict[str, Any]:
-    samples = [sample for _, sample in kept]
+def _counts(report: RowReport, made: _Made) -> dict[str, Any]:
+    samples = made.samples
     return {
         "rows": report.rows,
+        "conversations": len(made.kept),
         "samples": len(samples),
         "train": sum(sample.split == "train" for sample in samples),
         "validation": sum(sample.split == "validation" for sample in samples),
         "dropped": dict(sorted(report.dropped.items())),
         "first_dropped": dict(sorted(report.first_place.items())),
-        "truncated": truncated,
-        "unfinished": sum(not conversation.finished for conversation, _ in kept),
+        "truncated": made.truncated,
+        "windowed": made.windowed,
+        "per_turn": made.per_turn,
+        "without_reasoning": made.without_reasoning,
+        "template_modes": dict(sorted(made.modes.items())),
+        "unfinished": sum(not conversation.finished for conversation, _ in made.kept),
         "tokens": sum(len(sample.input_ids) for sample in samples),
         "supervised_tokens": sum(int(sample.loss_mask.sum()) for sample in samples),
     }
 
 
-def _json_lines(kept: list[tuple[Conversation, Sample]]) -> Iterator[str]:
-    for conversation, sample in kept:
+def _json_lines(made: _Made) -> Iterator[str]:
+    for conversation, samples in made.kept:
         row = {
-            "id": sample.id,
-            "tags": list(sample.tags),
-            "split": sample.split,
+            "id": conversation.id,
+            "tags": list(conversation.tags),
+            "split": samples[0].split,
             "finished": conversation.finished,
             "messages": conversation.messages,
-        }
+        } | ({"tools": conversation.tools} if conversation.tools else {})
         yield json.dumps(row, ensure_ascii=False) + "\n"
 
 

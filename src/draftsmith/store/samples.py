@@ -17,7 +17,7 @@ from draftsmith.errors import BadInput, DraftsmithError
 from draftsmith.files import commit, hash_file, temporary_name
 from draftsmith.store.manifest import read_manifest
 
-SAMPLES_FILE = "samples.parquet"
+SAMPLES_FILE, CHAT_TEMPLATE = "samples.parquet", "chat_template.jinja"
 SPLITS = ("train", "validation")
 _SCHEMA = pa.schema(
     [

@@ -16,7 +16,7 @@ from draftsmith.interop.source import read_states
 from draftsmith.recipe import ValidateRecipe, VerifierRecipe
 from draftsmith.store.findings import Finding
 from draftsmith.store.sample_file import SampleFile
-from draftsmith.validate.masks import judge_masks, mask_rules
+from draftsmith.validate.masks import judge_masks
 from draftsmith.validate.meaning import SAMPLE_POSITIONS, MeaningSample, check_meaning, choose_rows
 from draftsmith.validate.report import FindingLog, distributions, histogram
 from draftsmith.validate.scan import FileReport, Orders, SampleFacts, scan_files
@@ -27,6 +27,7 @@ from draftsmith.verifier.facts import VerifierFacts
 from draftsmith.verifier.head import VerifierHead, read_head
 from draftsmith.verifier.run import load_verifier
 from draftsmith.verifier.tokens import end_of_turn_ids, load_tokenizer
+from draftsmith.verifier.turns import mask_rules
 
 _SPARE_MEMORY = 1.2  # a verifier is loaded for the spot check if this many times its weights are free
 

@@ -16,8 +16,8 @@ from draftsmith.interop.formats import open_data
 from draftsmith.progress import progress
 from draftsmith.store.findings import DamagedFile, Finding
 from draftsmith.store.sample_file import SampleFile, Span
-from draftsmith.validate.masks import MaskFit, MaskRules, fit_mask
 from draftsmith.validate.values import SampleValues, TokenLimits, check_values
+from draftsmith.verifier.turns import MaskFit, MaskRules, fit_mask
 
 _FEW_FILES = 64  # starting processes takes longer than reading so many
 _TASK_FILES = 32
