@@ -26,6 +26,7 @@ check: install
 
 docs: install
 	$(BIN)/python tests/write_checks.py
+	$(BIN)/python tests/write_templates.py
 
 format: install
 	$(BIN)/ruff check --fix .

@@ -9,7 +9,10 @@ end-of-turn token, and nothing after it:
 """
 
 import json
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,8 @@ from draftsmith.conversations.shapes import Conversation
 from draftsmith.conversations.template import ChatTemplate, Refused
 from draftsmith.conversations.turns import Answer, Rendering, render_turns
 from draftsmith.verifier.turns import MaskRules, fit_mask, mask_rules
+
+_TOGETHER = 128  # conversations tokenised at once
 
 
 @dataclass(frozen=True)
@@ -49,38 +54,83 @@ class Masker:
         back to them. Otherwise, if it is not finished, the last answer loses the end-of-turn token that the template
         adds. Raises Refused where the mask would be a guess.
         """
+        renderings = self._render(conversation)
+        return self._mask(conversation, renderings, self._encode(renderings))
+
+    def tokenise_all(
+        self, conversations: Iterable[Conversation]
+    ) -> Iterator[tuple[Conversation, list[Tokenised] | Refused]]:
+        """Yield each conversation with its samples, or why there are none. Texts are tokenised while others render."""
+        with ThreadPoolExecutor(1) as pool:
+            waiting: list[tuple[list[tuple[Conversation, list[Rendering] | Refused]], Future[list[Any]]]] = []
+            for chunk in _chunks(conversations, _TOGETHER):
+                rendered = [(conversation, self._render_or_refuse(conversation)) for conversation in chunk]
+                texts = [r for _, renderings in rendered if isinstance(renderings, list) for r in renderings]
+                waiting.append((rendered, pool.submit(self._encode, texts)))
+                if len(waiting) > 1:
+                    yield from self._mask_chunk(*waiting.pop(0))
+            for rendered, encodings in waiting:
+                yield from self._mask_chunk(rendered, encodings)
+
+    def _mask_chunk(
+        self, rendered: list[tuple[Conversation, list[Rendering] | Refused]], encodings: Future[list[Any]]
+    ) -> Iterator[tuple[Conversation, list[Tokenised] | Refused]]:
+        encoded = iter(encodings.result())
+        for conversation, renderings in rendered:
+            if isinstance(renderings, Refused):
+                yield conversation, renderings
+                continue
+            own = [next(encoded) for _ in renderings]
+            try:
+                yield conversation, self._mask(conversation, renderings, own)
+            except Refused as reason:
+                yield conversation, reason
+
+    def _render_or_refuse(self, conversation: Conversation) -> list[Rendering] | Refused:
+        try:
+            return self._render(conversation)
+        except Refused as reason:
+            return reason
+
+    def _encode(self, renderings: list[Rendering]) -> list[Any]:
+        texts = [rendering.text for rendering in renderings]
+        backend = self.tokenizer.backend_tokenizer
+        backend.no_padding()  # generating in batches turns padding on, for everyone
+        backend.no_truncation()
+        encodings: list[Any] = backend.encode_batch(texts, add_special_tokens=False)
+        return encodings
+
+    def _render(self, conversation: Conversation) -> list[Rendering]:
+        """Return the texts of a conversation; the last one without its answer, if that one's tokens are known."""
+        messages, tools = conversation.messages, conversation.tools
+        if conversation.tokens is not None:
+            return []
+        if conversation.answer_ids is None:
+            return render_turns(self._template, messages, tools)
+        messages = messages[:-1]
+        earlier = any(message["role"] == "assistant" for message in messages[1:])
+        renderings = render_turns(self._template, messages, tools) if earlier else []
+        prompt = self._template.render(messages, generation_prompt=True, tools=tools)
+        if len(renderings) == 1 and not renderings[0].mode and prompt.startswith(renderings[0].text):
+            return [Rendering(prompt, renderings[0].answers)]
+        return [*renderings, Rendering(prompt, [])]
+
+    def _mask(self, conversation: Conversation, renderings: list[Rendering], encodings: list[Any]) -> list[Tokenised]:
         if conversation.tokens is not None:
             ids, mask = conversation.tokens
             if not any(mask):
                 raise Refused("no supervised token")
             return [Tokenised(np.array(ids, np.int32), np.array(mask, np.uint8))]
+        samples = [
+            _tokenise(self.tokenizer, rendering, encoding, self._end_ids)
+            for rendering, encoding in zip(renderings, encodings, strict=True)
+        ]
         if conversation.answer_ids is not None:
-            samples = self._with_known_answer(conversation, conversation.answer_ids)
-        else:
-            renderings = render_turns(self._template, conversation.messages, conversation.tools)
-            samples = [_tokenise(self._template.tokenizer, rendering, self._end_ids) for rendering in renderings]
-            if not conversation.finished and conversation.messages[-1]["role"] == "assistant":
-                samples[-1] = _unfinished(samples[-1])
+            samples[-1] = _with_answer(samples[-1], np.array(conversation.answer_ids, np.int32))
+        elif not conversation.finished and conversation.messages[-1]["role"] == "assistant":
+            samples[-1] = _unfinished(samples[-1])
         for sample in samples:
             self._check_by_scan(sample)
-        return samples
-
-    def _with_known_answer(self, conversation: Conversation, answer_ids: list[int]) -> list[Tokenised]:
-        messages, tools = conversation.messages[:-1], conversation.tools
-        earlier = any(message["role"] == "assistant" for message in messages[1:])
-        renderings = render_turns(self._template, messages, tools) if earlier else []
-        prompt = self._template.render(messages, generation_prompt=True, tools=tools)
-        if len(renderings) == 1 and not renderings[0].mode and prompt.startswith(renderings[0].text):
-            renderings[0] = Rendering(prompt, renderings[0].answers)
-        else:
-            renderings.append(Rendering(prompt, []))
-        samples = [_tokenise(self._template.tokenizer, rendering, self._end_ids) for rendering in renderings]
-        context, answer = samples[-1], np.array(answer_ids, np.int32)
-        samples[-1] = Tokenised(
-            np.concatenate([context.input_ids, answer]),
-            np.concatenate([context.loss_mask, np.ones(len(answer), np.uint8)]),
-            context.mode,
-        )
         return samples
 
     def _check_by_scan(self, sample: Tokenised) -> None:
@@ -93,9 +143,19 @@ class Masker:
             raise Refused("rendering and token scan disagree about where an answer is")
 
 
-def _tokenise(tokenizer: Any, rendering: Rendering, end_ids: list[int]) -> Tokenised:
+def _chunks(conversations: Iterable[Conversation], size: int) -> Iterator[list[Conversation]]:
+    iterator = iter(conversations)
+    while chunk := list(islice(iterator, size)):
+        yield chunk
+
+
+def _with_answer(context: Tokenised, answer: npt.NDArray[np.int32]) -> Tokenised:
+    mask = np.concatenate([context.loss_mask, np.ones(len(answer), np.uint8)])
+    return replace(context, input_ids=np.concatenate([context.input_ids, answer]), loss_mask=mask)
+
+
+def _tokenise(tokenizer: Any, rendering: Rendering, encoding: Any, end_ids: list[int]) -> Tokenised:
     text = rendering.text
-    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     input_ids = np.array(encoding.ids, np.int32)
     loss_mask = np.zeros(len(input_ids), np.uint8)
     for answer in rendering.answers:
@@ -103,7 +163,7 @@ def _tokenise(tokenizer: Any, rendering: Rendering, end_ids: list[int]) -> Token
         if end is None:
             # The template closes this turn by opening the next one.
             end = _first_behind(encoding, answer.stop) if answer.stop < len(text) else None
-            closing = int(input_ids[end]) if end is not None else _closing_token(tokenizer, rendering.following)
+            closing = int(input_ids[end]) if end is not None else _closing_token(tokenizer, rendering.following())
             if closing not in end_ids:
                 raise Refused("the chat template puts no end-of-turn token after an answer")
             if end is None:

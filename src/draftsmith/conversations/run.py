@@ -106,39 +106,41 @@ def _make_samples(
     conversations: list[Conversation], masker: Masker, recipe: PrepareRecipe, report: RowReport, seed: int
 ) -> _Made:
     made = _Made()
-    with progress("tokenise", len(conversations), "conversations") as meter:
-        for conversation in conversations:
+    usable = [c for c in conversations if not _is_refused(c, recipe, report)]
+    with progress("tokenise", len(usable), "conversations") as meter:
+        for conversation, whole in masker.tokenise_all(usable):
             try:
-                samples = _samples_of(conversation, masker, recipe, made)
+                if isinstance(whole, Refused):
+                    raise whole
+                samples = _fit(whole, masker.tokenizer, recipe, made)
             except Refused as reason:
                 report.drop(str(reason), conversation.place)
             else:
                 split = conversation.split or _split(conversation, recipe.validation_share, seed)
-                names = (
-                    [conversation.id] if len(samples) == 1 else [f"{conversation.id}/{i}" for i in range(len(samples))]
-                )
-                made.kept.append(
-                    (
-                        conversation,
-                        [
-                            Sample(name, sample.input_ids, sample.loss_mask, split, conversation.tags)
-                            for name, sample in zip(names, samples, strict=True)
-                        ],
-                    )
-                )
+                parts = [""] if len(samples) == 1 else [f"/{i}" for i in range(len(samples))]
+                named = [
+                    Sample(conversation.id + part, sample.input_ids, sample.loss_mask, split, conversation.tags)
+                    for part, sample in zip(parts, samples, strict=True)
+                ]
+                made.kept.append((conversation, named))
             meter.advance(1)
     return made
 
 
-def _samples_of(conversation: Conversation, masker: Masker, recipe: PrepareRecipe, made: _Made) -> list[Tokenised]:
-    """Tokenise one conversation and fit it to the longest length; raise Refused if nothing of it is left."""
-    if conversation.rejected is not None:
-        raise Refused(conversation.rejected)
+def _is_refused(conversation: Conversation, recipe: PrepareRecipe, report: RowReport) -> bool:
+    """Drop what is of no use whatever its tokens are."""
+    reason = conversation.rejected
     if recipe.unfinished == "drop" and not conversation.finished:
-        raise Refused("answer cut at the token limit")
-    if conversation.messages and conversation.messages[-1] == {"role": "assistant", "content": ""}:
-        raise Refused("empty answer")
-    whole = masker.tokenise(conversation)
+        reason = "answer cut at the token limit"
+    elif conversation.messages and conversation.messages[-1] == {"role": "assistant", "content": ""}:
+        reason = "empty answer"
+    if reason is not None:
+        report.drop(reason, conversation.place)
+    return reason is not None
+
+
+def _fit(whole: list[Tokenised], tokenizer: Any, recipe: PrepareRecipe, made: _Made) -> list[Tokenised]:
+    """Fit one conversation's samples to the longest length; raise Refused if nothing of them is left."""
     fitting: list[Tokenised] = []
     reason: Refused | None = None
     for sample in whole:
@@ -147,10 +149,10 @@ def _samples_of(conversation: Conversation, masker: Masker, recipe: PrepareRecip
             if long and recipe.long == "drop":
                 raise Refused("longer than max_length")
             if recipe.long == "window":
-                fitting += windows(sample, recipe.max_length, masker.tokenizer)
+                fitting += windows(sample, recipe.max_length, tokenizer)
                 made.windowed += long
             else:
-                fitting.append(truncate(sample, recipe.max_length, masker.tokenizer))
+                fitting.append(truncate(sample, recipe.max_length, tokenizer))
                 made.truncated += long
         except Refused as error:
             reason = error

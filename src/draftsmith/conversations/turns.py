@@ -14,8 +14,9 @@ its own with the context that serving would see. If even that is ambiguous, the 
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from draftsmith.conversations.shapes import Message
@@ -44,13 +45,13 @@ class Answer:
 class Rendering:
     """One text with its answers; `mode` are the template's variables it was rendered with besides the recipe's.
 
-    `following` is what the template would write next if the conversation went on: some templates close a turn only
+    `following()` is what the template would write next if the conversation went on: some templates close a turn only
     by opening the next one. `drops_reasoning`: the template writes an answer without the reasoning that the row has.
     """
 
     text: str
     answers: list[Answer]
-    following: str = ""
+    following: Callable[[], str] = str
     mode: dict[str, Any] = field(default_factory=dict)
     drops_reasoning: bool = False
 
@@ -145,7 +146,7 @@ def _whole(
             return None
         answers.append(_answer(messages[i], text, len(before), len(through)))
     silent = any(_drops_reasoning(messages[i], text, a) for i, a in zip(answered, answers, strict=True))
-    return Rendering(text, answers, _following(template, messages, tools, text, mode), mode, silent)
+    return Rendering(text, answers, partial(_following, template, messages, tools, text, mode), mode, silent)
 
 
 def _single(
@@ -156,7 +157,7 @@ def _single(
     through = template.render(messages[: i + 1], tools=tools, mode=mode)
     if not through.startswith(before):
         through = before + _answer_elsewhere(template, messages[i], tools, through, before, mode)
-    following = _following(template, messages[: i + 1], tools, through, mode)
+    following = partial(_following, template, messages[: i + 1], tools, through, mode)
     answer = _answer(messages[i], through, len(before), len(through))
     return Rendering(through, [answer], following, mode, _drops_reasoning(messages[i], through, answer))
 
