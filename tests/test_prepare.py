@@ -242,7 +242,7 @@ SAID = {"role": "assistant", "content": "sat"}
         ({"prompt": "the cat"}, [ASKED]),
         ({"prompt": "the cat", "completion": "sat"}, [ASKED, SAID]),
         ({"prompt": [ASKED], "completion": [SAID]}, [ASKED, SAID]),
-        ({"turns": ["the cat", "the cat"], "reference": None}, [ASKED, ASKED]),
+        ({"turns": ["the cat", "the cat"], "reference": None}, [ASKED, {**SAID, "content": ""}, ASKED]),
         ({"prompt": "the cat", "system": "be"}, [{"role": "system", "content": "be"}, ASKED]),
         ({"prompt": [{"role": "user", "content": [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]}]},
          [ASKED]),

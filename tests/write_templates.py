@@ -46,7 +46,8 @@ def rendered() -> str:
         rows.append(f"| {path.stem}{f' ({note})' if note else ''} | {' | '.join(cells)} |")
     head = f"| template | {' | '.join(CASES)} |\n|{'---|' * (len(CASES) + 1)}"
     summary = (
-        f"{supported} of {len(rows)} templates are supported; of {sum(counts.values())} cells {counts['supported']} are, "
+        f"{supported} of {len(rows)} templates are supported; "
+        f"of {sum(counts.values())} cells {counts['supported']} are, "
         f"{counts['refused']} are refused with a reason.\n\n"
     )
     listed = "\n".join(f"* **{letter}** {reason.replace('|', chr(92) + '|')}" for reason, letter in reasons.items())

@@ -109,7 +109,8 @@ def _raw_messages(row: dict[str, Any]) -> list[Any]:
         turns = row["turns"]
         if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
             raise Malformed("turns is not a list of texts")
-        messages = [{"role": "user", "content": turn} for turn in turns]
+        # An empty answer stands where the verifier is to write one before the next turn.
+        messages = [message for turn in turns for message in _exchange(turn, "")][:-1]
     else:
         raise Malformed("unknown shape", f"keys {', '.join(map(str, row)) or 'none'}; wanted {_SHAPES}")
     if not isinstance(messages, list) or not messages:
