@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from draftsmith.conversations.mask import Masker, Tokenised
 from draftsmith.conversations.shapes import Conversation, Malformed, Message, parse_row
 from draftsmith.conversations.sources import RowReport, read_rows
 from draftsmith.conversations.template import ChatTemplate, Refused
+from draftsmith.errors import BadInput
 from draftsmith.recipe import Source
 from draftsmith.store.samples import SampleTable
 
@@ -392,3 +394,46 @@ def test_the_split_depends_on_the_questions_only(make_recipe: MakeRecipe, run_cl
     again = SampleTable(tmp_path / "run" / "samples")
     assert len(again) == 20
     assert all(first[name] == split for name, split in zip(again.ids, again.splits, strict=True))
+
+
+def test_a_datasets_name_is_loaded_through_datasets(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    rows = read_rows([Source(path=f"hf:{folder}")], "stop", RowReport())
+    assert [(row.messages[0]["content"], row.place) for row in rows] == [
+        ("one", f"hf:{folder}:0"),
+        ("two", f"hf:{folder}:1"),
+    ]
+    with pytest.raises(BadInput, match="cannot be loaded as a dataset"):
+        read_rows([Source(path=f"hf:{tmp_path}/none")], "stop", RowReport())
+
+
+def test_the_templates_own_marks_are_compared() -> None:
+    """`{% generation %}` around the answer agrees; around the question it does not."""
+    tokenizer = build_tokenizer()
+    marked = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'ROLE' %}{% generation %}"
+        "{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer.chat_template = marked.replace("ROLE", "assistant")
+    assert masked_text(tokenise(tokenizer, HELLO)) == "sat<|im_end|>"
+    tokenizer.chat_template = marked.replace("ROLE", "user")
+    with pytest.raises(Refused, match="own marks of answers disagree"):
+        tokenise(tokenizer, HELLO)
+
+
+def test_another_chat_template_stops_extract_with_the_difference(
+    make_recipe: MakeRecipe, run_cli: Cli, tmp_path: Path, tiny_verifier: Path
+) -> None:
+    changed = tmp_path / "changed"
+    shutil.copytree(tiny_verifier, changed)
+    recipe = make_recipe(verifier={"model": str(changed)}, prepare={"max_new_tokens": 4})
+    assert run_cli("prepare", recipe)[0] == 0
+    template = changed / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<|im_end|>", "<|im_end|> "))
+    code, _, err = run_cli("extract", recipe)
+    assert code == 2
+    assert "made with another chat_template" in err
+    assert "the template then" in err

@@ -5,7 +5,9 @@ record into store/. A stage is up to date if its folder is finished and was made
 """
 
 from dataclasses import dataclass
+from difflib import unified_diff
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,10 +25,11 @@ from draftsmith.interop.store_data import StoreData
 from draftsmith.recipe import Recipe
 from draftsmith.recipe import Source as RowSource
 from draftsmith.store.manifest import MANIFEST, STORE_IDENTITY, StageFolder, content_hash, read_json, read_manifest
+from draftsmith.store.samples import CHAT_TEMPLATE
 from draftsmith.store.validation import RECORD, read_record, require_passed, write_record
 from draftsmith.train.run import run_train
 from draftsmith.validate.run import Validation, run_validate
-from draftsmith.verifier.facts import VerifierFacts, read_facts
+from draftsmith.verifier.facts import VerifierFacts, chat_template, read_facts
 from draftsmith.verifier.locate import locate
 
 StageName = Literal["prepare", "extract", "validate", "train", "evaluate", "export"]
@@ -156,6 +159,9 @@ class Pipeline:
 
     def _make(self, stage: StageName, folder: StageFolder) -> dict[str, Any]:
         recipe, run_dir = self.recipe, self._run_dir
+        made_from = {"extract": "samples", "evaluate": "checkpoint", "export": "checkpoint"}.get(stage)
+        if made_from is not None:
+            self._check_verifier(run_dir / made_from)
         match stage:
             case "prepare":
                 return run_prepare(folder, self.facts, recipe.prepare, recipe.verifier, recipe.seed)
@@ -176,6 +182,22 @@ class Pipeline:
                 return run_export(folder, run_dir / "checkpoint", self.facts, recipe.export, self._fastest())
             case "validate":
                 raise AssertionError("validate writes no folder of its own")
+
+    def _check_verifier(self, folder: Path) -> None:
+        """Raise BadInput if a finished folder was made with another verifier; show how a chat template differs."""
+        made_with: dict[str, str] = read_manifest(folder)["made_from"]["verifier"]
+        differing = sorted(key for key, value in self.facts.identity.items() if made_with.get(key) != value)
+        if not differing:
+            return
+        lines = []
+        if "chat_template" in differing and (folder / CHAT_TEMPLATE).is_file():
+            then = (folder / CHAT_TEMPLATE).read_text(encoding="utf-8").splitlines()
+            now = chat_template(self.facts.folder).splitlines()
+            lines = list(islice(unified_diff(then, now, "the template then", "the template now", "", "", 1, ""), 40))
+        raise BadInput(
+            f"{folder}: made with another {', '.join(differing)} than {self.facts.folder} has now. Make it again with "
+            "--redo, or use the verifier that made it." + "".join(f"\n  {line}" for line in lines)
+        )
 
     def _validate(self) -> Outcome:
         data, recipe = self.data, self.recipe.validate_

@@ -131,7 +131,21 @@ class Masker:
             samples[-1] = _unfinished(samples[-1])
         for sample in samples:
             self._check_by_scan(sample)
+        if self._template.marks_answers and len(samples) == 1 and conversation.answer_ids is None:
+            self._check_by_marks(conversation, samples[0])
         return samples
+
+    def _check_by_marks(self, conversation: Conversation, sample: Tokenised) -> None:
+        """Compare with the template's own `{% generation %}` marks: they may leave out the closing of a turn."""
+        marked = self._template.marks(conversation.messages, conversation.tools, sample.mode)[: len(sample.input_ids)]
+        ours = sample.loss_mask[: len(marked)] != 0
+        beyond = np.array(marked, bool) & ~ours
+        # Within each of our answers, all but the end-of-turn token must be marked; elsewhere, nothing but closings.
+        missing = ours & ~np.array(marked, bool) & ~np.isin(sample.input_ids[: len(marked)], self._end_ids)
+        if missing.any() or any(
+            self.tokenizer.decode([token]).strip() for token in sample.input_ids[: len(marked)][beyond]
+        ):
+            raise Refused("the chat template's own marks of answers disagree with its renderings")
 
     def _check_by_scan(self, sample: Tokenised) -> None:
         """Find the answers a second way, in the token ids alone; raise Refused unless both ways agree."""

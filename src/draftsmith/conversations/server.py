@@ -19,7 +19,7 @@ from typing import Any
 from draftsmith.conversations.answers import prompt_of, questions
 from draftsmith.conversations.shapes import Conversation, Message
 from draftsmith.conversations.template import ChatTemplate
-from draftsmith.errors import DraftsmithError
+from draftsmith.errors import BadInput, DraftsmithError
 from draftsmith.files import hash_json
 from draftsmith.progress import progress
 from draftsmith.recipe import PrepareRecipe
@@ -42,7 +42,10 @@ class Server:
     @classmethod
     def find(cls, url: str) -> "Server":
         """Ask a server which model it has; raise DraftsmithError if it does not answer."""
-        listed = _request(f"{url.rstrip('/')}/models", None)
+        try:
+            listed = _request(f"{url.rstrip('/')}/models", None)
+        except _Rejected as reason:
+            raise BadInput(f"{url}: not an OpenAI-style server ({reason}); wanted http://HOST:PORT/v1") from reason
         return cls(url.rstrip("/"), str(listed["data"][0]["id"]))
 
     def complete(self, prompt: list[int], recipe: PrepareRecipe, seed: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Templates are programs that their authors wrote for serving. Nothing about them 
 prompt, `render` gives the text behind which the verifier writes.
 """
 
+import re
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
@@ -14,6 +15,7 @@ import jinja2.meta
 from draftsmith.conversations.shapes import Message
 
 # Variables that turn thinking on and off in templates of reasoning models.
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SWITCHES = ("enable_thinking", "thinking", "enable_reasoning", "reasoning")
 
 
@@ -46,6 +48,24 @@ class ChatTemplate:
         except Exception as error:  # templates raise whatever their author chose
             raise Refused(f"the chat template rejects the messages: {first_line(error)}") from error
         return text
+
+    @cached_property
+    def marks_answers(self) -> bool:
+        """Whether the template marks answers itself, with `{% generation %}`."""
+        source = self.tokenizer.chat_template
+        return isinstance(source, str) and _GENERATION.search(source) is not None
+
+    def marks(self, messages: list[Message], tools: list[dict[str, Any]] | None, mode: dict[str, Any]) -> list[int]:
+        """Return, for each token of the whole rendering, whether the template marks it as an answer's."""
+        encoded = self.tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **{**self.given, **mode},
+        )
+        return list(encoded["assistant_masks"])
 
     def modes(self, thinks: bool) -> Iterator[dict[str, Any]]:
         """Yield the ways to render: as served by default, then with thinking as the answer has it.
