@@ -437,17 +437,10 @@ def test_a_target_that_is_something_else_is_left_alone(tmp_path: Path, facts: Ve
             convert(source, wrong, to, facts)
 
 
-@pytest.fixture
-def convert_cli(run_cli: Callable[..., tuple[int, str, str]]) -> Callable[..., tuple[int, str, str]]:
-    """Run the verb; skip where the command line does not have it yet."""
-    if run_cli("convert", "--help")[0] != 0:
-        pytest.skip("convert is not registered in cli/main.py")
-    return lambda *arguments: run_cli("convert", *arguments)
+def test_the_command_line(tmp_path: Path, tiny_verifier: Path, run_cli: Callable[..., tuple[int, str, str]]) -> None:
+    def convert_cli(*arguments: str | Path) -> tuple[int, str, str]:
+        return run_cli("convert", *arguments)
 
-
-def test_the_command_line(
-    tmp_path: Path, tiny_verifier: Path, convert_cli: Callable[..., tuple[int, str, str]]
-) -> None:
     source = make_v1(tmp_path / "a" / "v1", random_samples(LENGTHS))
     code, out, err = convert_cli(source, tmp_path / "store", "--to", "draftsmith", "--verifier", tiny_verifier)
     assert (code, out) == (2, "")

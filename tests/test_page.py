@@ -1,15 +1,17 @@
 """The validation page: self-contained, escaped, the same bytes for the same report, and whole."""
 
+import re
 from html.parser import HTMLParser
 from typing import Any
 
 import pytest
 
-from draftsmith.store.findings import Finding
+from draftsmith.store.findings import CATALOGUE, Finding
 from draftsmith.validate.page import report_page
 from draftsmith.validate.report import FindingLog, histogram
 
 HOSTILE = "<script>alert(1)</script>&.pt"
+NAMESPACES = {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
 
@@ -70,7 +72,9 @@ def parse(page: str) -> Balance:
 def test_the_page_fetches_and_runs_nothing() -> None:
     page = report_page(make_report(Finding("DS108", HOSTILE, "a whole file", HOSTILE)))
     assert parse(page).fetched == []
-    assert "url(http" not in page
+    assert set(re.findall(r"\w+://[^\s\"')<]*", page)) <= NAMESPACES
+    assert "//" not in re.sub(r"\w+://", "", page)
+    assert "@import" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;&amp;.pt" in page
     assert "<script" not in page
 
@@ -79,12 +83,41 @@ def test_every_code_is_there_with_its_count_errors_first() -> None:
     findings = [Finding("DS206", f"data_{i}.pt", "a supervised token", "none") for i in range(130)]
     report = make_report(*findings, Finding("DS202", "data_7.pt", "numbers", "3 rows, first 5"))
     page = report_page(report)
+    parse(page)
     assert page.index("DS202 error") < page.index("DS206 warning")
     assert "sample without a supervised token: 130" in page
     assert "and 30 more" in page
     assert "data_99.pt" in page
     assert "data_100.pt" not in page
     assert "did not pass" in page
+    for code, count in report["counts"].items():
+        assert f"{code} {CATALOGUE[code].severity}</b>{CATALOGUE[code].title}: {count:,}<" in page
+        assert CATALOGUE[code].consequence in page
+
+
+def test_at_most_a_hundred_places_of_a_code_are_shown() -> None:
+    report = make_report(Finding("DS108", "data_0.pt", "a whole file", "half"), distributions={})
+    page = report_page(report | {"findings": report["findings"] * 130, "counts": {"DS108": 130}})
+    assert page.count("<tr><td data-label") == 100
+    assert "and 30 more" in page
+
+
+def test_cures_that_differ_stand_beside_their_places() -> None:
+    findings = [Finding("DS108", f"data_{i}.pt", "a whole file", "half") for i in range(3)]
+    same = report_page(make_report(*findings, distributions={}))
+    assert same.count("Write the file again from its source.") == 1
+    differing = [Finding("DS108", "data_0.pt", "a whole file", "half", todo) for todo in ("free the disk", "ask <us>")]
+    page = report_page(make_report(*differing, distributions={}))
+    assert "Free the disk." in page
+    assert "Ask &lt;us&gt;." in page
+
+
+@pytest.mark.parametrize("name", ["data_\udcff.pt", "data_\x00\x1b[2J.pt", "data_\u202etp.exe"])
+def test_a_name_that_is_no_text_can_be_written(name: str) -> None:
+    page = report_page(make_report(Finding("DS108", name, "a whole file", name), path=name, distributions={}))
+    parse(page)
+    assert name not in page
+    page.encode()
 
 
 def test_a_clean_page_says_so() -> None:
@@ -108,13 +141,11 @@ def test_the_same_report_gives_the_same_bytes() -> None:
         ("sample_agreement", "Next-token agreement"),
     ],
 )
-def test_a_distribution_that_is_not_there_leaves_its_plot_out(key: str, title: str) -> None:
-    report = make_report()
-    assert title in report_page(report)
-    del report["distributions"][key]
-    page = report_page(report)
-    assert title not in page
-    assert page.count("<svg") == 3
+def test_a_distribution_has_a_plot_and_one_that_is_not_there_none(key: str, title: str) -> None:
+    distributions = make_report()["distributions"]
+    page = report_page(make_report(distributions={key: distributions[key]}))
+    assert title in page
+    assert page.count("<svg") == 1
 
 
 def test_a_report_of_nothing_readable_is_a_page() -> None:

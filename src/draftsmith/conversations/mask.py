@@ -138,13 +138,16 @@ class Masker:
     def _check_by_marks(self, conversation: Conversation, sample: Tokenised) -> None:
         """Compare with the template's own `{% generation %}` marks: they may leave out the closing of a turn."""
         marked = self._template.marks(conversation.messages, conversation.tools, sample.mode)[: len(sample.input_ids)]
-        ours = sample.loss_mask[: len(marked)] != 0
-        beyond = np.array(marked, bool) & ~ours
-        # Within each of our answers, all but the end-of-turn token must be marked; elsewhere, nothing but closings.
-        missing = ours & ~np.array(marked, bool) & ~np.isin(sample.input_ids[: len(marked)], self._end_ids)
-        if missing.any() or any(
-            self.tokenizer.decode([token]).strip() for token in sample.input_ids[: len(marked)][beyond]
-        ):
+        ids, ours, theirs = (
+            sample.input_ids[: len(marked)],
+            sample.loss_mask[: len(marked)] != 0,
+            np.array(marked, bool),
+        )
+        # All of our answers but their end-of-turn tokens must be marked; and every marked run must hold one of ours (it
+        # may begin earlier: some templates mark what their generation prompt writes already).
+        missing = ours & ~theirs & ~np.isin(ids, self._end_ids)
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], theirs, [0]]).astype(np.int8))).reshape(-1, 2)
+        if missing.any() or any(not ours[start:end].any() for start, end in edges):
             raise Refused("the chat template's own marks of answers disagree with its renderings")
 
     def _check_by_scan(self, sample: Tokenised) -> None:

@@ -3,8 +3,10 @@
 import html
 from typing import Any
 
+from draftsmith.interop.description import printable
 from draftsmith.store.findings import CATALOGUE
 from draftsmith.validate.plots import plots
+from draftsmith.validate.report import KEPT_PER_CODE
 
 _STYLE = """
 :root { color-scheme: light dark; --fg: #1d2126; --bg: #ffffff; --soft: #5d6570; --line: #d8dce1; --card: #f5f6f8;
@@ -32,7 +34,18 @@ td.bars { width: 45%; vertical-align: middle; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }
 figure { margin: 0; background: var(--card); border-radius: .5rem; padding: .8rem; } figcaption { font-weight: 600; }
 .plot { width: 100%; height: auto; display: block; }
-@media print { details { break-inside: avoid; } }
+@media (max-width: 40rem) {
+  .scroll tr { display: block; padding: .3rem 0; border-bottom: 1px solid var(--line); }
+  .scroll tr:first-child { display: none; }
+  .scroll td { display: block; padding: 0; border: 0; }
+  .scroll td::before { content: attr(data-label) ": "; color: var(--soft); }
+  td.number { width: 4rem; } td.bars { width: 28%; }
+}
+@media print {
+  details::details-content { content-visibility: visible; height: auto; }
+  tr, figure { break-inside: avoid; } h2, summary { break-after: avoid; }
+  .scroll { overflow: visible; } .bar { print-color-adjust: exact; }
+}
 """
 
 
@@ -84,18 +97,24 @@ def _findings(report: dict[str, Any]) -> str:
 
 
 def _code(code: str, findings: list[dict[str, Any]], count: int) -> str:
-    first = findings[0]
+    first, shown = findings[0], findings[:KEPT_PER_CODE]
+    one_cure = len({finding["todo"] for finding in shown}) == 1
+    columns = {"where": "where", "expected": "wanted", "found": "found"} | ({} if one_cure else {"todo": "to do"})
+    names = "".join(f"<th>{name}</th>" for name in columns.values())
     rows = "".join(
-        "<tr>" + "".join(f"<td>{_text(finding[key])}</td>" for key in ("where", "expected", "found")) + "</tr>"
-        for finding in findings
+        "<tr>"
+        + "".join(f'<td data-label="{name}">{_text(finding[key])}</td>' for key, name in columns.items())
+        + "</tr>"
+        for finding in shown
     )
-    more = f'<p class="soft">and {count - len(findings):,} more</p>' if count > len(findings) else ""
+    more = f'<p class="soft">and {count - len(shown):,} more</p>' if count > len(shown) else ""
     is_open = " open" if first["severity"] == "error" else ""
+    cure = f" To do: {_text(first['todo'])}" if one_cure else ""
     return (
         f'<details{is_open}><summary><b class="{first["severity"]}">{_text(code)} {first["severity"]}</b>'
         f"{_text(first['title'])}: {count:,}</summary>\n"
-        f'<p class="soft">If nobody notices: {_text(CATALOGUE[code].consequence)}. To do: {_text(first["todo"])}</p>\n'
-        f'<div class="scroll"><table><tr><th>where</th><th>wanted</th><th>found</th></tr>{rows}</table></div>{more}'
+        f'<p class="soft">If nobody notices: {_text(CATALOGUE[code].consequence)}.{cure}</p>\n'
+        f'<div class="scroll"><table><tr>{names}</tr>{rows}</table></div>{more}'
         "</details>"
     )
 
@@ -146,4 +165,5 @@ def _size(size: float) -> str:
 
 
 def _text(value: Any) -> str:
-    return html.escape(str(value))
+    """Return HTML; names that are no printable text, such as undecodable ones, stand as escapes: else no UTF-8."""
+    return html.escape(printable(value))
