@@ -23,7 +23,8 @@ def make_report(*findings: Finding, **changes: Any) -> dict[str, Any]:
         "depth": "meaning", "files": 3, "samples": 3, "tokens": 1536, "supervised_tokens": 700, "bytes": 5 << 30,
         "boundaries": [2, 30], "boundaries_from": "data_config.json", "last_state": "before the final norm",
         "agreement": {"as declared": 0.98, "rows one too late": 0.01}, "positions": 600, "supervised_positions": 700,
-        "spot": {"samples": 2, "boundaries": [2, None], "relative_differences": [0.0015, 0.7]},
+        "spot": {"planes": ["a", HOSTILE], "declared": [2, 30], "samples": 2, "boundaries": [2, None],
+                 "relative_differences": [0.0015, 0.7]},
         "distributions": {
             "length": histogram([1, 5, 9], 4),
             "mask_share": histogram([0.1, 0.5], 5, (0.0, 1.0)),

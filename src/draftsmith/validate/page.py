@@ -139,11 +139,11 @@ def _spot(report: dict[str, Any]) -> str:
     spot = report.get("spot")
     if not spot:
         return ""
-    pairs = zip(spot["boundaries"], spot["relative_differences"], strict=True)
+    columns = zip(spot["planes"], spot["boundaries"], spot["relative_differences"], strict=True)
     rows = "".join(
-        f"<tr><td>{number}</td><td>{'no layer' if boundary is None else f'boundary {boundary}'}</td>"
+        f"<tr><td>{_text(plane)}</td><td>{'no layer' if boundary is None else f'boundary {boundary}'}</td>"
         f"<td>{difference:.2%}</td></tr>"
-        for number, (boundary, difference) in enumerate(pairs)
+        for plane, boundary, difference in columns
     )
     return (
         f'\n<h2>Which layers are these?</h2>\n<p class="soft">The verifier ran on {spot["samples"]} samples.</p>\n'

@@ -15,9 +15,10 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 _BLUE, _GREY = "#3b82c4", "#8a8f98"
+_WIDTH, _HEIGHT = 4.6, 2.6  # inches: narrow, so that text can be read on a phone
 _SETTINGS: Any = {"svg.fonttype": "none", "svg.hashsalt": "draftsmith", "font.size": 9, "axes.edgecolor": _GREY}
 
 
@@ -33,7 +34,10 @@ def plots(report: dict[str, Any]) -> list[tuple[str, str]]:
         if found.get(key):
             drawn.append((title, _svg(lambda axes, key=key, label=label: _bars(axes, found[key], label))))  # type: ignore[misc]
     if found.get("scale"):
-        drawn.append(("Largest value of a row, by layer", _svg(lambda axes: _boxes(axes, found["scale"], report))))
+        height = max(_HEIGHT, 0.9 + 0.36 * len(found["scale"]))
+        drawn.append(
+            ("Largest value of a row, by layer", _svg(lambda axes: _boxes(axes, found["scale"], report), height))
+        )
     return drawn
 
 
@@ -41,6 +45,8 @@ def _bars(axes: Axes, histogram: dict[str, Any], label: str) -> None:
     edges, counts = histogram["edges"], histogram["counts"]
     widths = [high - low for low, high in pairwise(edges)]
     axes.bar(edges[:-1], counts, widths, align="edge", color=_BLUE, edgecolor="none")
+    for axis in (axes.yaxis, *([axes.xaxis] if label == "tokens" else [])):
+        axis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     axes.set_xlabel(label)
     axes.set_ylabel("samples")
 
@@ -52,25 +58,27 @@ def _boxes(axes: Axes, scales: list[dict[str, Any]], report: dict[str, Any]) -> 
     names = [f"{s['plane']}\nboundary {b}" if b is not None else s["plane"] for s, b in zip(scales, known, strict=True)]
     for place, scale in enumerate(scales):
         values = scale["quantiles"]
-        if any(value is None or not math.isfinite(value) or value <= 0 for value in values):
-            axes.text(place, 0.5, "not finite", ha="center", transform=axes.get_xaxis_transform())
+        finite = all(value is not None and math.isfinite(value) for value in values)
+        if not finite or min(values) <= 0:
+            note = "all zero in some sample" if finite else "not finite"
+            axes.text(0.5, place, note, ha="center", va="center", transform=axes.get_yaxis_transform())
             continue
         low, first, median, third, high = values
-        axes.plot([place, place], [low, high], color=_GREY, linewidth=1)
-        axes.bar([place], [third - first], 0.4, [first], color=_BLUE, edgecolor="none")
-        axes.plot([place - 0.2, place + 0.2], [median, median], color=_GREY, linewidth=2)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_xticks(range(len(names)), names)
-    axes.set_xlim(-0.6, len(names) - 0.4)
-    axes.set_ylabel("magnitude")
+        axes.plot([low, high], [place, place], color=_GREY, linewidth=1)
+        axes.barh([place], [third - first], 0.4, [first], color=_BLUE, edgecolor="none")
+        axes.plot([median, median], [place - 0.25, place + 0.25], color=_GREY, linewidth=2)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(numticks=6))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_yticks(range(len(names)), names, parse_math=False)
+    axes.set_ylim(len(names) - 0.4, -0.6)  # the first layer on top
+    axes.set_xlabel("magnitude")
 
 
-def _svg(draw: Callable[[Axes], None]) -> str:
+def _svg(draw: Callable[[Axes], None], height: float = _HEIGHT) -> str:
     with mpl.rc_context(_SETTINGS):
-        figure = Figure(figsize=(5.6, 2.9), layout="constrained")
+        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
         figure.patch.set_alpha(0.0)
         axes = figure.add_subplot()
         axes.patch.set_alpha(0.0)
@@ -82,6 +90,7 @@ def _svg(draw: Callable[[Axes], None]) -> str:
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     # Text and ticks in the page's own colour, so that both schemes can be read.
+    text = re.sub(r'<g id="[^"]*">', "<g>", text)  # the same in every plot; nothing refers to them
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
     text = text.replace('<text style="', '<text style="fill: currentColor; ').replace(
         "stroke: #000000", "stroke: currentColor"

@@ -5,11 +5,13 @@ Of findings the first hundred of each code are kept; the counts are of all.
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from draftsmith.interop.description import printable
 from draftsmith.store.findings import CATALOGUE, Finding
 from draftsmith.validate.scan import SampleFacts
 
@@ -27,7 +29,9 @@ class FindingLog:
 
     def add(self, findings: Iterable[Finding]) -> None:
         """Count and keep findings."""
-        for finding in findings:
+        for given in findings:
+            # Names of files can hold anything, also what no terminal, JSON or page can.
+            finding = replace(given, where=printable(given.where), found=printable(given.found))
             self.counts[finding.code] += 1
             if self.counts[finding.code] <= KEPT_PER_CODE:
                 self.kept.append(finding)
@@ -51,20 +55,27 @@ def distributions(samples: list[SampleFacts], plane_names: list[str]) -> dict[st
     """Return histograms of length, mask coverage and, for each plane, the samples' typical largest value."""
     if not samples:
         return {}
+    lengths = [sample.length for sample in samples]
     result: dict[str, Any] = {
-        "length": histogram([sample.length for sample in samples], _BINS),
+        "length": histogram(lengths, min(_BINS, len(set(lengths)))),
         "mask_share": histogram([s.supervised / max(s.length, 1) for s in samples], _SHARE_BINS, (0.0, 1.0)),
     }
     scales = [s.values.scales for s in samples if s.values is not None and len(s.values.scales) == len(plane_names)]
     if scales:
         table = np.asarray(scales, np.float64)
         finite = np.where(np.isfinite(table), table, np.nan)
-        quantiles = np.nanquantile(finite, (0.0, 0.25, 0.5, 0.75, 1.0), axis=0)
         result["scale"] = [
-            {"plane": name, "quantiles": [float(f"{q:.4g}") for q in quantiles[:, plane]]}
-            for plane, name in enumerate(plane_names)
+            {"plane": name, "quantiles": _quantiles(finite[:, plane])} for plane, name in enumerate(plane_names)
         ]
     return result
+
+
+def _quantiles(values: npt.NDArray[np.float64]) -> list[float | None]:
+    """Return minimum, quartiles and maximum; None for each if there is no finite value."""
+    known = values[np.isfinite(values)]
+    if not len(known):
+        return [None] * 5
+    return [float(f"{quantile:.4g}") for quantile in np.quantile(known, (0.0, 0.25, 0.5, 0.75, 1.0))]
 
 
 def histogram(values: list[float] | list[int], bins: int, limits: tuple[float, float] | None = None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 
 from draftsmith.errors import BadInput
 from draftsmith.interop.data import TITLES, Data
+from draftsmith.interop.description import printable
 from draftsmith.interop.source import read_states
 from draftsmith.recipe import ValidateRecipe, VerifierRecipe
 from draftsmith.store.findings import Finding
@@ -65,7 +66,7 @@ def run_validate(validation: Validation) -> dict[str, Any]:
     log.add(check_between(samples, lambda one, other: _identical(data, one, other)))
     log.add(judge_masks([(sample.where, sample.mask_fit) for sample in samples if sample.mask_fit is not None]))
     report: dict[str, Any] = {
-        "path": str(data.path),
+        "path": printable(data.path),
         "format": data.layout.format,
         "title": TITLES[data.layout.format],
         "depth": recipe.depth if recipe.depth != "meaning" else "values",
@@ -130,6 +131,8 @@ def _check_meaning(
     spot = _spot(validation, facts, head, chosen, log)
     if spot is not None:
         report["spot"] = {
+            "planes": spot.planes,
+            "declared": validation.declared,
             "samples": spot.samples, "boundaries": spot.boundaries, "relative_differences": spot.differences,
         }  # fmt: skip
         if validation.declared is None and not log.errors:

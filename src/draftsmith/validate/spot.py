@@ -26,6 +26,7 @@ _GROWTH = 0.8  # a later layer's rows are at least this large beside an earlier 
 class SpotResult:
     """The boundary that each plane holds (None: none resembles), and the relative difference to it."""
 
+    planes: list[str]
     boundaries: list[int | None]
     differences: list[float]
     samples: int
@@ -65,7 +66,7 @@ def spot_check(
                     where = f"{sample.where}, {sample.plane_names[plane]}"
                     found = f"a relative difference of {difference:.2g}; rounding gives {differences[plane]:.1g}"
                     findings.append(Finding("DS316", where, f"the verifier's states at boundary {boundary}", found))
-    return SpotResult(held, [round(d, 5) for d in differences], len(samples), findings)
+    return SpotResult(samples[0].plane_names, held, [round(d, 5) for d in differences], len(samples), findings)
 
 
 def _differences(sample: MeaningSample, computed: list[Tensor], head: VerifierHead, normed: bool) -> Tensor:
