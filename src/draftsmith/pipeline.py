@@ -16,7 +16,7 @@ from draftsmith.conversations.sources import source_files
 from draftsmith.errors import BadInput
 from draftsmith.evaluate.run import RESULT, run_evaluate
 from draftsmith.extract.run import run_extract
-from draftsmith.files import hash_file
+from draftsmith.files import hash_file, hash_json
 from draftsmith.interop.data import Data
 from draftsmith.interop.export import run_export
 from draftsmith.interop.formats import open_data
@@ -128,14 +128,27 @@ class Pipeline:
         inputs: dict[str, Any] = {"store": self._data_hash}
         if self.recipe.data.path:
             inputs["data"] = self.recipe.data.model_dump(mode="json", exclude={"path"})
-        settings = self.recipe.train.model_dump(mode="json", exclude={"accept_unvalidated", "checkpoint_steps"})
+        left_out = {"accept_unvalidated", "checkpoint_steps", "warm_start"}
+        settings = self.recipe.train.model_dump(mode="json", exclude=left_out)
+        if self.recipe.train.warm_start:
+            inputs["warm_start"] = _head_hash(Path(self.recipe.train.warm_start))
         return self._folder("checkpoint", "train", settings, inputs, seed=self.recipe.seed)
 
     @property
     def evaluation(self) -> StageFolder:
         """evaluation/, made from the checkpoint and the store's validation split."""
-        inputs = {"checkpoint": content_hash(self._run_dir / "checkpoint"), "store": self._data_hash}
-        return self._folder("evaluation", "evaluate", self.recipe.evaluate.model_dump(mode="json"), inputs)
+        recipe = self.recipe.evaluate
+        measured = _head_hash(Path(recipe.head)) if recipe.head else content_hash(self._run_dir / "checkpoint")
+        inputs = {"head" if recipe.head else "checkpoint": measured, "store": self._data_hash}
+        return self._folder("evaluation", "evaluate", recipe.model_dump(mode="json", exclude={"head"}), inputs)
+
+    @property
+    def _draft_folder(self) -> Path:
+        """The head that `evaluate` measures: the recipe's, or the last checkpoint's."""
+        if self.recipe.evaluate.head:
+            return Path(self.recipe.evaluate.head)
+        checkpoint = self._run_dir / "checkpoint"
+        return checkpoint / str(read_manifest(checkpoint)["counts"]["draft"])
 
     @property
     def head(self) -> StageFolder:
@@ -160,7 +173,7 @@ class Pipeline:
     def _make(self, stage: StageName, folder: StageFolder) -> dict[str, Any]:
         recipe, run_dir = self.recipe, self._run_dir
         made_from = {"extract": "samples", "evaluate": "checkpoint", "export": "checkpoint"}.get(stage)
-        if made_from is not None:
+        if made_from is not None and not (stage == "evaluate" and recipe.evaluate.head):
             self._check_verifier(run_dir / made_from)
         match stage:
             case "prepare":
@@ -172,7 +185,7 @@ class Pipeline:
             case "evaluate":
                 return run_evaluate(
                     folder,
-                    run_dir / "checkpoint",
+                    self._draft_folder,
                     self.source(),
                     self.facts,
                     recipe.evaluate,
@@ -242,10 +255,19 @@ class Pipeline:
         if not result.is_file():
             return None
         made_from = read_manifest(result.parent)["made_from"]
-        if made_from["inputs"]["checkpoint"] != content_hash(self._run_dir / "checkpoint"):
+        if made_from["inputs"].get("checkpoint") != content_hash(self._run_dir / "checkpoint"):
             return None
         real = read_json(result).get("real")
         return int(real["fastest_draft_length"]) if real else None
+
+
+def _head_hash(folder: Path) -> str:
+    """Return a hash of a head's config and weights; raise BadInput if it is none."""
+    files = [folder / name for name in ("config.json", "model.safetensors", "pytorch_model.bin")]
+    found = [file for file in files if file.is_file()]
+    if len(found) < 2:
+        raise BadInput(f"{folder}: not a head: wanted config.json and model.safetensors or pytorch_model.bin")
+    return hash_json({file.name: hash_file(file) for file in found})
 
 
 def _describe_source(source: RowSource) -> dict[str, Any]:

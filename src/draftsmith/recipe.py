@@ -126,6 +126,7 @@ class TrainRecipe(_Section):
         True, description="the layer's residual stream starts from the normed hidden state"
     )
     train_lm_head: bool = Field(True, description="false: keep the verifier's rows")
+    warm_start: str = Field("", description="a head to start from: speculators, EAGLE, SpecForge or SGLang format")
     epochs: int = Field(3, ge=1, description="passes over the train split")
     pack_tokens: int = Field(2048, ge=8, description="tokens packed into one forward")
     packs_per_step: int = Field(1, ge=1, description="packs per optimizer step (gradient accumulation)")
@@ -142,6 +143,7 @@ class TrainRecipe(_Section):
 class EvaluateRecipe(_Section):
     """Checkpoint -> acceptance, offline and by real decoding."""
 
+    head: str = Field("", description="measure this head (speculators or EAGLE format) in place of the checkpoint")
     prompts: int = Field(8, ge=0, description="held-out prompts decoded for real; 0 leaves it out")
     max_new_tokens: int = Field(64, ge=2, description="tokens decoded per prompt")
     draft_lengths: list[int] = Field([1, 2, 3, 4, 5], min_length=1, description="chain lengths to try")
@@ -157,6 +159,9 @@ class EvaluateRecipe(_Section):
 class ExportRecipe(_Section):
     """Checkpoint -> a folder that a server loads."""
 
+    format: Literal["speculators", "sglang"] = Field(
+        "speculators", description="speculators (which vLLM loads too), or sglang (EAGLE's and SpecForge's names)"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: as the verifier's")
     verifier_name: str = Field("", description="written as the verifier's name_or_path; empty: verifier.model")
     speculative_tokens: int = Field(0, ge=0, description="the server's draft length; 0: fastest as evaluated")
@@ -262,6 +267,12 @@ def _resolve_paths(recipe: Recipe, base: Path) -> Recipe:
             "run_dir": str(base / recipe.run_dir),
             "prepare": recipe.prepare.model_copy(update={"input": inputs}),
             "verifier": recipe.verifier.model_copy(update={"model": model}),
+            "train": recipe.train.model_copy(
+                update={"warm_start": str(base / recipe.train.warm_start) if recipe.train.warm_start else ""}
+            ),
+            "evaluate": recipe.evaluate.model_copy(
+                update={"head": str(base / recipe.evaluate.head) if recipe.evaluate.head else ""}
+            ),
             "data": recipe.data.model_copy(update={"path": str(base / recipe.data.path) if recipe.data.path else ""}),
         }
     )

@@ -58,6 +58,9 @@ def _show_extract(counts: dict[str, Any], console: Console) -> None:
 
 
 def _show_validate(report: dict[str, Any], console: Console) -> None:
+    if report["depth"] == "head":
+        _show_head(report, console)
+        return
     counts = f"{report['samples']:,} samples in {report['files']:,} files"
     tokens = f"{report['tokens']:,} tokens, {report['supervised_tokens']:,} supervised"
     _line(console, f"  {report['title']}: {counts}, {tokens}")
@@ -81,6 +84,17 @@ def _show_validate(report: dict[str, Any], console: Console) -> None:
         _line(console, f"  spot check on {spot['samples']} samples: boundaries held (difference): {held}")
     verdict = "passed" if report["passed"] else "did not pass"
     _line(console, f"  {verdict} at depth {report['depth']}")
+
+
+def _show_head(report: dict[str, Any], console: Console) -> None:
+    if "aux_boundaries" in report:
+        _line(
+            console,
+            f"  {report['title']}, {report['format']} format: {report['tensors']} tensors, draft vocabulary "
+            f"{report['draft_vocab_size']:,}, aux boundaries {report['aux_boundaries']}",
+        )
+    _show_findings(report, console)
+    _line(console, "  passed" if report["passed"] else "  did not pass")
 
 
 def _show_findings(report: dict[str, Any], console: Console) -> None:
@@ -180,7 +194,7 @@ def _show_export(counts: dict[str, Any], console: Console) -> None:
     _line(
         console,
         f"  {counts['format']} format, {counts['dtype']}, aux layer ids {counts['eagle_aux_hidden_state_layer_ids']} "
-        f"(vLLM numbering), draft length {counts['speculative_tokens']}, for {counts['verifier']}",
+        f"({counts['numbering']} numbering), draft length {counts['speculative_tokens']}, for {counts['verifier']}",
     )
 
 

@@ -27,6 +27,9 @@ def validate(
     boundaries: Annotated[
         str | None, typer.Option(help="Boundaries of the states, such as 2,15,27,30.", show_default=False)
     ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="PATH is a head: the draft it was exported from.", show_default=False)
+    ] = None,
     jobs: Annotated[int, typer.Option(help="Processes that read files; 0: one per core.", min=0)] = 0,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON; - prints it.")
@@ -37,7 +40,7 @@ def validate(
     assign: Assignments = None,
     redo: Redo = False,
 ) -> None:
-    """Check hidden states: structure, every byte, and whether they mean what they should.
+    """Check hidden states (structure, every byte, whether they mean what they should), or an exported head.
 
     Exit code 1 if there is a finding of severity error; train refuses such data. With a recipe the result is recorded.
 
@@ -51,10 +54,12 @@ def validate(
     else:
         if assign or redo:
             raise typer.BadParameter("--set and --redo belong to a recipe; PATH is none (*.toml)")
-        outcome = _of_data(path, verifier, depth, boundaries, jobs)
+        outcome = _of_head(path, verifier, checkpoint) or _of_data(path, verifier, depth, boundaries, jobs)
     report: dict[str, Any] = outcome.result
     from draftsmith.files import write_json, write_text
 
+    if html_file is not None and report["depth"] == "head":
+        raise typer.BadParameter("--html shows hidden states; of a head there is --json")
     if html_file is not None:
         from draftsmith.validate.page import report_page
 
@@ -77,6 +82,22 @@ def _of_recipe(path: Path, assign: list[str], redo: bool) -> Any:
     from draftsmith.cli.stages import open_pipeline
 
     return open_pipeline(path, assign, "always" if redo else "never").run("validate")
+
+
+def _of_head(path: Path, verifier: str | None, checkpoint: Path | None) -> Any:
+    """Validate a head; None if the path is none."""
+    from draftsmith.errors import BadInput
+    from draftsmith.pipeline import Outcome
+    from draftsmith.validate.head import is_head, validate_head
+    from draftsmith.verifier.facts import read_facts
+    from draftsmith.verifier.locate import locate
+
+    if not is_head(path):
+        return None
+    if verifier is None:
+        raise BadInput(f"{path}: a head; name its verifier with --verifier")
+    report = validate_head(path, read_facts(locate(verifier)), checkpoint)
+    return Outcome("validate", path, report, up_to_date=False, passed=report["passed"])
 
 
 def _of_data(path: Path, verifier: str | None, depth: Depth | None, boundaries: str | None, jobs: int) -> Any:

@@ -10,7 +10,7 @@ from draftsmith.errors import BadInput
 from draftsmith.verifier.boundaries import from_boundaries, to_boundaries
 from draftsmith.verifier.facts import VerifierFacts
 
-_LAYER_KEYS = (
+LAYER_KEYS = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "vocab_size", "max_position_embeddings", "rms_norm_eps",
     "rope_parameters", "attention_bias", "attention_dropout", "mlp_bias", "initializer_range",
@@ -91,13 +91,15 @@ def _rope(text: dict[str, Any]) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": theta}
 
 
+def rope_keys(layer: LlamaConfig) -> dict[str, Any]:
+    """Return the two older rope keys: readers with transformers 4 look for them and ignore rope_parameters."""
+    rope = layer.rope_parameters
+    return {"rope_theta": rope["rope_theta"], "rope_scaling": None if rope["rope_type"] == "default" else rope}
+
+
 def to_json(config: DraftConfig, dtype: str, speculative_tokens: int) -> dict[str, Any]:
     """Return config.json: every key whose absence changes the meaning in a server is there."""
-    layer = {key: getattr(config.layer, key) for key in _LAYER_KEYS}
-    rope = layer["rope_parameters"]
-    # Readers with transformers 4 look for the two older keys and ignore rope_parameters.
-    layer["rope_theta"] = rope["rope_theta"]
-    layer["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    layer = {key: getattr(config.layer, key) for key in LAYER_KEYS} | rope_keys(config.layer)
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",

@@ -23,7 +23,7 @@ class DraftDecoder:
 
     def confirm(self, next_tokens: list[int], aux_nA: Tensor) -> None:
         """Add rows of confirmed tokens: row t has the verifier's aux states at t and the token after t."""
-        self._hidden_1H = self._extend(next_tokens, self._draft.fc(aux_nA.to(self._draft.fc.weight)))[-1:]
+        self._hidden_1H = self.extend(next_tokens, self._draft.fc(aux_nA.to(self._draft.fc.weight)))[-1:]
         self._confirmed = len(self._keys_Lgd)
 
     def propose(self, length: int) -> list[int]:
@@ -32,14 +32,14 @@ class DraftDecoder:
         tokens: list[int] = []
         for step in range(length):
             if step:
-                hidden_1H = self._extend(tokens[-1:], hidden_1H)
+                hidden_1H = self.extend(tokens[-1:], hidden_1H)
             best = int(draft.lm_head(draft.norm(hidden_1H)).argmax())
             tokens.append(best + int(draft.d2t[best]))
         self._keys_Lgd = self._keys_Lgd[: self._confirmed]
         self._values_Lgd = self._values_Lgd[: self._confirmed]
         return tokens
 
-    def _extend(self, tokens: list[int], hidden_nH: Tensor) -> Tensor:
+    def extend(self, tokens: list[int], hidden_nH: Tensor) -> Tensor:
         """Run the layer on new rows, add their keys and values to the cache, return its output [n, H]."""
         draft, layer = self._draft, self._draft.layer
         cached, new = len(self._keys_Lgd), len(tokens)

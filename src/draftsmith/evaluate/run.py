@@ -13,7 +13,7 @@ from draftsmith.evaluate.real import decode_prompts
 from draftsmith.files import write_json
 from draftsmith.interop.source import SamplePlace, Source
 from draftsmith.recipe import EvaluateRecipe, VerifierRecipe
-from draftsmith.store.manifest import StageFolder, read_manifest
+from draftsmith.store.manifest import StageFolder
 from draftsmith.verifier.facts import VerifierFacts
 from draftsmith.verifier.head import read_head
 from draftsmith.verifier.run import choose_device, load_verifier
@@ -24,19 +24,24 @@ RESULT = "evaluation.json"
 
 def run_evaluate(
     folder: StageFolder,
-    checkpoint_folder: Path,
+    draft_folder: Path,
     source: Source,
     facts: VerifierFacts,
     recipe: EvaluateRecipe,
     verifier_recipe: VerifierRecipe,
 ) -> dict[str, Any]:
-    """Measure the last checkpoint's acceptance; write and return the figures."""
+    """Measure a draft's acceptance; write and return the figures."""
     held_out = source.split("validation")
     if not held_out:
         section = "prepare" if source.verifier_identity else "data"
         raise BadInput(f"{source.data.path}: no validation split; set {section}.validation_share above 0")
     device = choose_device(verifier_recipe)
-    draft = load_draft(checkpoint_folder / read_manifest(checkpoint_folder)["counts"]["draft"]).to(device)
+    draft = load_draft(draft_folder, facts).to(device)
+    if draft.config.aux_boundaries != source.aux_boundaries:
+        raise BadInput(
+            f"{draft_folder}: its aux boundaries {draft.config.aux_boundaries} are not those of the states, "
+            f"{source.aux_boundaries}; extract with its boundaries (extract.aux_boundaries)"
+        )
     folder.begin()
     positions = max(recipe.draft_lengths)
     head = read_head(facts).for_states(source.normed).to(device)

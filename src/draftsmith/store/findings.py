@@ -148,6 +148,28 @@ CATALOGUE: dict[str, Check] = {
         "warning", "loss masks that do not follow the verifier's chat template", "training and serving see other turns",
         "see which template made them",
     ),
+    # heads: what a server would load
+    "DS401": Check("error", "head without readable config or weights", "nothing is served", "export it again"),
+    "DS402": Check("error", "tensor missing", "vLLM fills it at random, silently: acceptance 1.0", "export it again"),
+    "DS403": Check("error", "tensor that the format does not know", "a server stops, or drops it", "export it again"),
+    "DS404": Check("error", "tensor of another shape", "a server stops, or misreads it", "export it again"),
+    "DS405": Check("error", "unexpected or mixed dtypes", "a server rounds some of the weights", "export it again"),
+    "DS406": Check(
+        "error", "draft vocabulary that contradicts itself", "drafts are mapped to wrong tokens", "export it again"
+    ),
+    "DS407": Check(
+        "error", "config key missing whose absence changes the meaning", "servers take different defaults",
+        "write the key; export it again",
+    ),
+    "DS408": Check("error", "config that contradicts weights or verifier", "a server misreads the head", "mend it"),
+    "DS409": Check("error", "NaN or Inf in weights", "nothing is accepted", "train again from an earlier checkpoint"),
+    "DS410": Check("error", "embedding that is not the verifier's", "the draft reads other tokens", "export it again"),
+    "DS411": Check(
+        "error", "lm_head rows of other tokens than the draft vocabulary names", "drafts are wrong tokens",
+        "mend d2t, or export it again",
+    ),
+    "DS412": Check("error", "head that computes otherwise than its checkpoint", "less is accepted", "export it again"),
+    "DS413": Check("warning", "verifier named by a private path", "others cannot find it", "set export.verifier_name"),
 }  # fmt: skip
 
 

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from draftsmith.draft.checkpoint import load_draft
 from draftsmith.draft.config import derive_config
 from draftsmith.draft.loss import unroll_loss
 from draftsmith.draft.model import Eagle3Draft, new_draft
 from draftsmith.draft.rows import target_positions
 from draftsmith.draft.unroll import unroll
 from draftsmith.draft.vocabulary import choose_vocabulary, count_supervised
+from draftsmith.draft.warm_start import warm_draft
 from draftsmith.errors import BadInput, DraftsmithError
 from draftsmith.files import write_text
 from draftsmith.interop.source import SamplePlace, Source
@@ -226,7 +228,11 @@ def _start(
     name = public_name(verifier_recipe.model)
     config = derive_config(facts, len(vocabulary), job.source.aux_boundaries, recipe.norm_before_residual, name)
     head_D = read_head(facts).for_states(job.source.normed).rows(vocabulary.token_ids)
-    draft = new_draft(config, vocabulary, read_embedding(facts), head_D.lm_head_VH, seed)
+    if recipe.warm_start:
+        earlier = load_draft(Path(recipe.warm_start), facts)
+        draft = warm_draft(earlier, config, vocabulary, read_embedding(facts), head_D.lm_head_VH, recipe.warm_start)
+    else:
+        draft = new_draft(config, vocabulary, read_embedding(facts), head_D.lm_head_VH, seed)
     draft.lm_head.weight.requires_grad_(recipe.train_lm_head)
     covered = int(counts[vocabulary.token_ids.numpy()].sum()) / int(counts.sum())
     return draft.to(job.device), head_D.to(job.device), round(covered, 6)
