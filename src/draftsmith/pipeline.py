@@ -81,7 +81,8 @@ class Pipeline:
     def store(self) -> StageFolder:
         """store/, made from the samples and the verifier."""
         inputs = {"samples": content_hash(self._run_dir / "samples")}
-        settings = self.recipe.extract.model_dump(mode="json")
+        not_content = {"vllm_python", "vllm_url", "vllm_args", "vllm_requests"}
+        settings = self.recipe.extract.model_dump(mode="json", exclude=not_content)
         return self._folder("store", "extract", settings, inputs, identity_name=STORE_IDENTITY)
 
     @property

@@ -87,7 +87,12 @@ class ExtractRecipe(_Section):
     aux_boundaries: list[int] = Field(
         [], description="boundaries whose states feed the draft; empty: [2, N//2, N-3] as vLLM"
     )
-    batch_tokens: int = Field(2048, ge=1, description="tokens in one forward of the verifier")
+    engine: Literal["transformers", "vllm"] = Field("transformers", description="what runs the verifier")
+    batch_tokens: int = Field(2048, ge=1, description="transformers: tokens in one forward of the verifier")
+    vllm_python: str = Field("python", description="vllm: the interpreter of an environment that has vLLM")
+    vllm_url: str = Field("", description="vllm: a running server with hidden-state extraction; empty: start one")
+    vllm_args: list[str] = Field([], description="vllm: more arguments, such as ['--tensor-parallel-size', '8']")
+    vllm_requests: int = Field(64, ge=1, description="vllm: samples asked for at once")
     shard_mib: int = Field(512, ge=1, le=512, description="largest shard, in MiB; a kill loses at most one")
 
 
