@@ -95,8 +95,8 @@ def test_the_commented_recipe_is_a_recipe_with_all_defaults(tmp_path: Path, run_
     code, _, err = run_cli("init", target)
     assert code == 2
     assert "already there" in err
-    fields = commented_recipe("m", "i").count(" = ")
-    assert fields < 60
+    fields = [line for line in commented_recipe("m", "i").splitlines() if " = " in line.partition("#")[0]]
+    assert len(fields) < 60
     assert set(Recipe.model_fields) >= {"verifier", "prepare", "extract", "train", "evaluate", "export"}
 
 
