@@ -122,7 +122,10 @@ def test_rows_that_were_tokenised_already_are_taken_as_they_are(
     make_recipe: MakeRecipe, run_cli: Cli, tmp_path: Path
 ) -> None:
     rows: list[dict[str, object]] = [{"input_ids": [5, 6, 7, i], "loss_mask": [0, 0, 1, 1]} for i in range(8, 12)]
-    assert run_cli("prepare", make_recipe(rows, prepare={"answers": "keep"}))[0] == 0
+    rows.append({"input_ids": [5, 99_999], "loss_mask": [0, 1]})
+    code, out, _ = run_cli("prepare", make_recipe(rows, prepare={"answers": "keep"}))
+    assert code == 0
+    assert "dropped 1: a token id outside the vocabulary" in out
     samples = SampleTable(tmp_path / "run" / "samples")
     assert samples[0].input_ids.tolist() == [5, 6, 7, 8]
     assert samples[0].loss_mask.tolist() == [0, 0, 1, 1]

@@ -6,15 +6,9 @@ token_counts.parquet (how often each token occurs and is supervised in the train
 
 import json
 import shutil
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from draftsmith.conversations.answers import answer_all
 from draftsmith.conversations.length import truncate, windows
@@ -22,8 +16,8 @@ from draftsmith.conversations.mask import Masker, Tokenised
 from draftsmith.conversations.server import answer_by_server
 from draftsmith.conversations.shapes import Conversation
 from draftsmith.conversations.sources import RowReport, read_rows
+from draftsmith.conversations.tally import Tally
 from draftsmith.conversations.template import ChatTemplate, Refused
-from draftsmith.draft.vocabulary import count_supervised, coverage
 from draftsmith.errors import BadInput
 from draftsmith.files import commit, hash_json, temporary_name, write_text
 from draftsmith.progress import progress
@@ -35,24 +29,6 @@ from draftsmith.verifier.tokens import end_of_turn_ids, load_tokenizer
 
 _CONVERSATIONS_FILE = "conversations.jsonl"
 _COUNTS_FILE = "token_counts.parquet"
-_VOCABULARY_SIZES = (1024, 2048, 4096, 8192, 16384, 32768)
-
-
-@dataclass
-class _Made:
-    """Samples with the conversations they are of, and what happened on the way."""
-
-    kept: list[tuple[Conversation, list[Sample]]] = field(default_factory=list)
-    truncated: int = 0
-    windowed: int = 0
-    per_turn: int = 0
-    without_reasoning: int = 0
-    modes: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def samples(self) -> list[Sample]:
-        """All samples, in the order of their conversations."""
-        return [sample for _, samples in self.kept for sample in samples]
 
 
 def run_prepare(
@@ -74,16 +50,15 @@ def run_prepare(
         asked = answer_all(asked, chunks, template, end_ids, facts, recipe, verifier_recipe, seed)
     elif recipe.answers == "server":
         asked = answer_by_server(asked, chunks, template, end_ids, recipe, seed)
-    made = _make_samples(asked, Masker(template, end_ids), recipe, report, seed)
-    if not made.kept:
+    tally = Tally(facts.vocab_size)
+    write_samples(folder.path, _stream(asked, Masker(template, end_ids), recipe, report, tally, folder.path, seed))
+    if not tally.conversations:
         folder.remove()
         raise BadInput("no sample is left; dropped: " + "; ".join(_reasons(report)))
-    samples = made.samples
-    write_samples(folder.path, samples)
-    write_text(folder.path / _CONVERSATIONS_FILE, "".join(_json_lines(made)))
+    commit(folder.path / _CONVERSATIONS_FILE)
     write_text(folder.path / CHAT_TEMPLATE, chat_template(facts.folder))
-    counts = _counts(report, made)
-    counts["coverage"] = _write_token_counts(folder.path / _COUNTS_FILE, samples, facts.vocab_size)
+    tally.write_token_counts(folder.path / _COUNTS_FILE)
+    counts = tally.as_json(report)
     folder.finish(counts, [SAMPLES_FILE, _CONVERSATIONS_FILE, _COUNTS_FILE, CHAT_TEMPLATE])
     shutil.rmtree(chunks, ignore_errors=True)
     return counts
@@ -102,34 +77,46 @@ def _is_answered_anew(conversation: Conversation, recipe: PrepareRecipe, report:
     return True
 
 
-def _make_samples(
-    conversations: list[Conversation], masker: Masker, recipe: PrepareRecipe, report: RowReport, seed: int
-) -> _Made:
-    made = _Made()
-    usable = [c for c in conversations if not _is_refused(c, recipe, report)]
-    with progress("tokenise", len(usable), "conversations") as meter:
+def _stream(
+    conversations: list[Conversation],
+    masker: Masker,
+    recipe: PrepareRecipe,
+    report: RowReport,
+    tally: Tally,
+    folder: Path,
+    seed: int,
+) -> Iterator[Sample]:
+    """Yield the samples of all conversations, in their order; write the conversations as text on the way."""
+    usable = [c for c in conversations if not _is_refused(c, recipe, report, tally.vocab_size)]
+    with (
+        temporary_name(folder / _CONVERSATIONS_FILE).open("w", encoding="utf-8") as text,
+        progress("tokenise", len(usable), "conversations") as meter,
+    ):
         for conversation, whole in masker.tokenise_all(usable):
+            meter.advance(1)
             try:
                 if isinstance(whole, Refused):
                     raise whole
-                samples = _fit(whole, masker.tokenizer, recipe, made)
+                fitting = _fit(whole, masker.tokenizer, recipe, tally)
             except Refused as reason:
                 report.drop(str(reason), conversation.place)
-            else:
-                split = conversation.split or _split(conversation, recipe.validation_share, seed)
-                parts = [""] if len(samples) == 1 else [f"/{i}" for i in range(len(samples))]
-                named = [
-                    Sample(conversation.id + part, sample.input_ids, sample.loss_mask, split, conversation.tags)
-                    for part, sample in zip(parts, samples, strict=True)
-                ]
-                made.kept.append((conversation, named))
-            meter.advance(1)
-    return made
+                continue
+            split = conversation.split or _split(conversation, recipe.validation_share, seed)
+            parts = [""] if len(fitting) == 1 else [f"/{i}" for i in range(len(fitting))]
+            samples = [
+                Sample(conversation.id + part, sample.input_ids, sample.loss_mask, split, conversation.tags)
+                for part, sample in zip(parts, fitting, strict=True)
+            ]
+            tally.add(conversation, whole, samples)
+            text.write(_json_line(conversation, split))
+            yield from samples
 
 
-def _is_refused(conversation: Conversation, recipe: PrepareRecipe, report: RowReport) -> bool:
-    """Drop what is of no use whatever its tokens are."""
+def _is_refused(conversation: Conversation, recipe: PrepareRecipe, report: RowReport, vocab_size: int) -> bool:
+    """Drop what is of no use whatever the template makes of it."""
     reason = conversation.rejected
+    if conversation.tokens is not None and max(conversation.tokens[0]) >= vocab_size:
+        reason = "a token id outside the vocabulary"
     if recipe.unfinished == "drop" and not conversation.finished:
         reason = "answer cut at the token limit"
     elif conversation.messages and conversation.messages[-1] == {"role": "assistant", "content": ""}:
@@ -139,7 +126,7 @@ def _is_refused(conversation: Conversation, recipe: PrepareRecipe, report: RowRe
     return reason is not None
 
 
-def _fit(whole: list[Tokenised], tokenizer: Any, recipe: PrepareRecipe, made: _Made) -> list[Tokenised]:
+def _fit(whole: list[Tokenised], tokenizer: Any, recipe: PrepareRecipe, tally: Tally) -> list[Tokenised]:
     """Fit one conversation's samples to the longest length; raise Refused if nothing of them is left."""
     fitting: list[Tokenised] = []
     reason: Refused | None = None
@@ -150,17 +137,14 @@ def _fit(whole: list[Tokenised], tokenizer: Any, recipe: PrepareRecipe, made: _M
                 raise Refused("longer than max_length")
             if recipe.long == "window":
                 fitting += windows(sample, recipe.max_length, tokenizer)
-                made.windowed += long
+                tally.windowed += long
             else:
                 fitting.append(truncate(sample, recipe.max_length, tokenizer))
-                made.truncated += long
+                tally.truncated += long
         except Refused as error:
             reason = error
     if not fitting:
         raise reason or Refused("no supervised token within max_length")
-    made.per_turn += len(whole) > 1
-    made.without_reasoning += any(sample.drops_reasoning for sample in whole)
-    made.modes.update({json.dumps(sample.mode, sort_keys=True) for sample in whole if sample.mode})
     return fitting
 
 
@@ -174,46 +158,12 @@ def _reasons(report: RowReport) -> list[str]:
     return [f"{count} x {why} (first: {report.first_place[why]})" for why, count in report.dropped.items()]
 
 
-def _counts(report: RowReport, made: _Made) -> dict[str, Any]:
-    samples = made.samples
-    return {
-        "rows": report.rows,
-        "conversations": len(made.kept),
-        "samples": len(samples),
-        "train": sum(sample.split == "train" for sample in samples),
-        "validation": sum(sample.split == "validation" for sample in samples),
-        "dropped": dict(sorted(report.dropped.items())),
-        "first_dropped": dict(sorted(report.first_place.items())),
-        "truncated": made.truncated,
-        "windowed": made.windowed,
-        "per_turn": made.per_turn,
-        "without_reasoning": made.without_reasoning,
-        "template_modes": dict(sorted(made.modes.items())),
-        "unfinished": sum(not conversation.finished for conversation, _ in made.kept),
-        "tokens": sum(len(sample.input_ids) for sample in samples),
-        "supervised_tokens": sum(int(sample.loss_mask.sum()) for sample in samples),
-    }
-
-
-def _json_lines(made: _Made) -> Iterator[str]:
-    for conversation, samples in made.kept:
-        row = {
-            "id": conversation.id,
-            "tags": list(conversation.tags),
-            "split": samples[0].split,
-            "finished": conversation.finished,
-            "messages": conversation.messages,
-        } | ({"tools": conversation.tools} if conversation.tools else {})
-        yield json.dumps(row, ensure_ascii=False) + "\n"
-
-
-def _write_token_counts(path: Path, samples: list[Sample], vocab_size: int) -> dict[str, float]:
-    """Count the train split's tokens by id; return the coverage of draft vocabularies."""
-    train = [sample for sample in samples if sample.split == "train"]
-    every = count_supervised(((s.input_ids, np.ones_like(s.input_ids)) for s in train), vocab_size)
-    supervised = count_supervised(((s.input_ids, s.loss_mask) for s in train), vocab_size)
-    token = np.flatnonzero(every)
-    table = pa.table({"token": token, "count": every[token], "supervised": supervised[token]})
-    pq.write_table(table, temporary_name(path))
-    commit(path)
-    return coverage(supervised, [size for size in _VOCABULARY_SIZES if size <= vocab_size])
+def _json_line(conversation: Conversation, split: str) -> str:
+    row = {
+        "id": conversation.id,
+        "tags": list(conversation.tags),
+        "split": split,
+        "finished": conversation.finished,
+        "messages": conversation.messages,
+    } | ({"tools": conversation.tools} if conversation.tools else {})
+    return json.dumps(row, ensure_ascii=False) + "\n"
