@@ -104,7 +104,7 @@ def test_the_decoders_cache_gives_what_the_unroll_gives() -> None:
             hidden = decoder._hidden_1H
             for k in range(3):
                 if k:
-                    hidden = decoder._extend([int(ids[start + 1 + k])], hidden)
+                    hidden = decoder.extend([int(ids[start + 1 + k])], hidden)
                 step = pack.plan.steps[k]
                 (place,) = np.flatnonzero(step.rows[step.loss_rows] == start)
                 torch.testing.assert_close(draft.norm(hidden)[0], rows[k][place], rtol=1e-4, atol=1e-5)

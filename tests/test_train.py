@@ -20,7 +20,9 @@ from draftsmith.train.order import epoch_steps
 Cli = Callable[..., tuple[int, str, str]]
 
 
-@pytest.mark.parametrize("name", ["train.order", "train.schedule", "store.plan", "extract.run"])
+@pytest.mark.parametrize(
+    "name", ["train.order", "train.schedule", "store.plan", "extract.transformers_engine", "evaluate.server"]
+)
 def test_examples_in_docstrings(name: str) -> None:
     results = doctest.testmod(importlib.import_module(f"draftsmith.{name}"))
     assert results.attempted > 0

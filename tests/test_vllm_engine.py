@@ -124,17 +124,17 @@ def test_wrong_states_are_asked_for_again_and_never_accepted(
 
 
 def test_a_missing_interpreter_is_one_clear_message(make_recipe: MakeRecipe, run_cli: Cli) -> None:
-    recipe = make_recipe(extract={"engine": "vllm", "vllm_python": "no-such-python"})
+    recipe = make_recipe(extract={"engine": "vllm"}, verifier={"vllm_python": "no-such-python"})
     assert run_cli("prepare", recipe)[0] == 0
     code, _, err = run_cli("extract", recipe)
     assert code == 2
-    assert "extract.vllm_python = 'no-such-python': no such interpreter" in err
+    assert "verifier.vllm_python = 'no-such-python': no such interpreter" in err
 
 
 def test_a_server_that_ends_at_once_is_named_with_its_log(
     make_recipe: MakeRecipe, run_cli: Cli, tmp_path: Path
 ) -> None:
-    recipe = make_recipe(extract={"engine": "vllm", "vllm_python": "false"})
+    recipe = make_recipe(extract={"engine": "vllm"}, verifier={"vllm_python": "false"})
     assert run_cli("prepare", recipe)[0] == 0
     code, _, err = run_cli("extract", recipe)
     assert code == 1

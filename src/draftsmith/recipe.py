@@ -23,6 +23,8 @@ class VerifierRecipe(_Section):
     model: str = Field(description="'smollm2' (embedded), a Hugging Face folder, or a hub name")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU if there is one")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: float32 on CPU, bfloat16 on GPU")
+    vllm_python: str = Field("python", description="the interpreter of an environment that has vLLM")
+    vllm_args: list[str] = Field([], description="more arguments for vLLM: ['--tensor-parallel-size', '8']")
 
 
 DATASET_PREFIX = "hf:"
@@ -89,9 +91,7 @@ class ExtractRecipe(_Section):
     )
     engine: Literal["transformers", "vllm"] = Field("transformers", description="what runs the verifier")
     batch_tokens: int = Field(2048, ge=1, description="transformers: tokens in one forward of the verifier")
-    vllm_python: str = Field("python", description="vllm: the interpreter of an environment that has vLLM")
     vllm_url: str = Field("", description="vllm: a running server with hidden-state extraction; empty: start one")
-    vllm_args: list[str] = Field([], description="vllm: more arguments, such as ['--tensor-parallel-size', '8']")
     vllm_requests: int = Field(64, ge=1, description="vllm: samples asked for at once")
     shard_mib: int = Field(512, ge=1, le=512, description="largest shard, in MiB; a kill loses at most one")
 

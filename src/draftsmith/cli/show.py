@@ -181,6 +181,40 @@ def _show_decoding(real: dict[str, Any], console: Console) -> None:
     _line(console, f"  fastest here: {f'draft length {best}' if best else 'plain decoding'}")
 
 
+def show_server(result: dict[str, Any], console: Console) -> None:
+    """Print what a server measured, and whether it agrees with `evaluate`."""
+    _line(console, f"{result['head']} in vLLM, draft length {result['draft_length']}")
+    table = Table(title="acceptance and speed in the server", title_justify="left")
+    for column in ("prompts", "acceptance length", "by position", "tokens/s plain", "with head", "speed-up", "same"):
+        table.add_column(column, justify="left" if column == "prompts" else "right")
+    for row in result["sets"]:
+        rates = row["tokens_per_second"]
+        table.add_row(
+            f"{row['set']} ({row['prompts']})",
+            _number(row["acceptance_length"]),
+            " ".join(_number(share) for share in row["conditional_acceptance"]),
+            f"{rates['plain']:.1f}",
+            f"{rates['speculative']:.1f}",
+            f"{row['speed_up']:.2f}",
+            f"{row['identical_answers']}/{row['prompts']}",
+        )
+    console.print(table)
+    for row in result["sets"]:
+        for difference in row["differences"]:
+            cause = "a tie within rounding" if difference["rounding_tie"] else "[red]NOT a rounding tie[/red]"
+            gap = difference["log_probability_gap"]
+            _line(
+                console, f"  {difference['prompt']}: differs from token {difference['token']} on ({gap:.1e}): {cause}"
+            )
+    agreement = result.get("agreement")
+    if agreement:
+        lengths = ", ".join(f"{name} {_number(value)}" for name, value in agreement["acceptance_length"].items())
+        verdict = "agree" if agreement["agrees"] else "[red]do not agree[/red]"
+        _line(console, f"  training and serving {verdict}: acceptance length {lengths}")
+        for advice in agreement["look_at"]:
+            _line(console, f"    look at {advice}", markup=False)
+
+
 def _line(console: Console, text: str, markup: bool = True) -> None:
     """Print one line, whole, however narrow the terminal."""
     console.print(text, markup=markup, highlight=False, soft_wrap=True)

@@ -51,12 +51,34 @@ def train(recipe: RecipePath, assign: Assignments = None, redo: Redo = False, as
     _run("train", recipe, assign, redo, as_json)
 
 
-def evaluate(recipe: RecipePath, assign: Assignments = None, redo: Redo = False, as_json: AsJson = False) -> None:
-    """Measure acceptance on held-out conversations, offline and by real decoding.
+def evaluate(
+    recipe: RecipePath,
+    assign: Assignments = None,
+    server: Annotated[
+        Literal["vllm"] | None, typer.Option(help="Measure the exported head in a server.", show_default=False)
+    ] = None,
+    prompts: Annotated[
+        list[Path] | None, typer.Option(help="With --server: files of rows in place of the held-out prompts.")
+    ] = None,
+    redo: Redo = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure acceptance on held-out conversations, offline and by real decoding; or in a running vLLM.
 
-    Example: draftsmith evaluate recipe.toml --set evaluate.prompts=16
+    Example: draftsmith evaluate recipe.toml --server vllm --set verifier.vllm_python=/opt/vllm/bin/python
     """
-    _run("evaluate", recipe, assign, redo, as_json)
+    if server is None:
+        _run("evaluate", recipe, assign, redo, as_json)
+        return
+    result = open_pipeline(recipe, assign, "never").evaluate_on_vllm(prompts or [])
+    if as_json:
+        print_json(result)
+        return
+    from rich.console import Console
+
+    from draftsmith.cli.show import show_server
+
+    show_server(result, Console())
 
 
 def export(recipe: RecipePath, assign: Assignments = None, redo: Redo = False, as_json: AsJson = False) -> None:

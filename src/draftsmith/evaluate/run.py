@@ -74,8 +74,7 @@ def _decode(
     tokenizer = load_tokenizer(facts.folder)
     end_ids = end_of_turn_ids(facts.folder, tokenizer)
     verifier = load_verifier(facts, verifier_recipe)
-    spread = np.linspace(0, len(held_out) - 1, min(recipe.prompts, len(held_out))).astype(int)
-    prompts = [(held_out[i].id, _prompt(held_out[i])) for i in spread]
+    prompts = held_out_prompts(held_out, recipe.prompts)
     results = decode_prompts(verifier, draft, prompts, recipe.max_new_tokens, end_ids, recipe.draft_lengths)
     fastest = max(results, key=lambda result: float(result["tokens_per_second"]))
     plain = results[0]["tokens_per_second"]
@@ -87,6 +86,12 @@ def _decode(
         "fastest_draft_length": fastest["draft_length"],
         "lossless": all(difference["rounding_tie"] for result in results for difference in result["differences"]),
     }
+
+
+def held_out_prompts(held_out: list[SamplePlace], count: int) -> list[tuple[str, list[int]]]:
+    """Return up to `count` prompts (name, token ids), spread evenly over the validation split."""
+    spread = np.linspace(0, len(held_out) - 1, min(count, len(held_out))).astype(int)
+    return [(held_out[i].id, _prompt(held_out[i])) for i in spread]
 
 
 def _prompt(place: SamplePlace) -> list[int]:

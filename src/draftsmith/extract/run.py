@@ -71,7 +71,7 @@ def _write_missing_shards(
         return
     if recipe.engine == "vllm":
         log, longest = folder.parent / VLLM_LOG, max(samples.lengths)
-        engine: Any = vllm_engine(recipe, facts, boundaries, log, longest)
+        engine: Any = vllm_engine(recipe, verifier_recipe, facts, boundaries, log, longest)
     else:
         first = samples[missing[0].rows[0]]
         engine = transformers_engine(first, boundaries, facts, recipe.batch_tokens, verifier_recipe)

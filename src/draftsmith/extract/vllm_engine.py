@@ -7,18 +7,11 @@ died is started again.
 
 import fcntl
 import json
-import os
-import shutil
-import socket
-import subprocess
-import tempfile
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,101 +21,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftsmith.errors import BadInput, DraftsmithError
+from draftsmith.errors import DraftsmithError
 from draftsmith.progress import Meter
-from draftsmith.recipe import ExtractRecipe
+from draftsmith.recipe import ExtractRecipe, VerifierRecipe
 from draftsmith.store.samples import Sample
 from draftsmith.verifier.facts import VerifierFacts
+from draftsmith.verifier.vllm_server import VllmServer, model_arguments, running
 
-_READY_SECONDS, _REQUEST_SECONDS = 1800.0, 3600.0
+_REQUEST_SECONDS = 3600.0
 _ATTEMPTS = 3  # for one sample, each with a living server
 _MODULE = "draftsmith_vllm_connector"
 _CONNECTOR = Path(__file__).with_name("vllm_connector.py")
-
-
-@dataclass
-class VllmServer:
-    """A vLLM server with hidden-state extraction: one that was started here, or one that runs at `url`."""
-
-    recipe: ExtractRecipe
-    facts: VerifierFacts
-    boundaries: list[int]
-    log: Path
-    longest: int
-    url: str = ""
-    _process: "subprocess.Popen[bytes] | None" = None
-    _folder: str = field(default="", repr=False)
-
-    def start(self) -> None:
-        """Start the server and wait until it answers; raise DraftsmithError with the end of its log if it dies."""
-        if self.recipe.vllm_url:
-            self.url = self.recipe.vllm_url.rstrip("/").removesuffix("/v1")
-            return
-        interpreter = shutil.which(self.recipe.vllm_python)
-        if interpreter is None:
-            raise BadInput(f"extract.vllm_python = {self.recipe.vllm_python!r}: no such interpreter")
-        self._folder = tempfile.mkdtemp(prefix="draftsmith-states-")
-        port = _free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        modules = Path(self._folder) / "modules"  # a place of its own, so that nothing else becomes importable
-        modules.mkdir()
-        shutil.copy(_CONNECTOR, modules / f"{_MODULE}.py")
-        search = os.pathsep.join(filter(None, [str(modules), os.environ.get("PYTHONPATH")]))
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [interpreter, "-m", "vllm.entrypoints.openai.api_server", *self._arguments(port)],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": search},
-                start_new_session=True,
-            )
-        deadline = time.monotonic() + _READY_SECONDS
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                raise DraftsmithError(f"vLLM ended with {self._process.returncode} before it was ready; see {self.log}")
-            try:
-                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
-                return
-            except (urllib.error.URLError, ConnectionError, TimeoutError):
-                time.sleep(0.5)
-        self.stop()
-        raise DraftsmithError(f"vLLM was not ready after {_READY_SECONDS:.0f} s; see {self.log}")
-
-    def _arguments(self, port: int) -> list[str]:
-        on_gpu = torch.cuda.is_available()
-        speculation = {
-            "method": "extract_hidden_states",
-            "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": self.boundaries}},
-        }
-        transfer = {
-            "kv_connector": "ExampleHiddenStatesConnector" if on_gpu else "PlainCopyConnector",
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"shared_storage_path": self._folder},
-        } | ({} if on_gpu else {"kv_connector_module_path": _MODULE})
-        arguments = [
-            "--model", str(self.facts.folder), "--host", "127.0.0.1", "--port", str(port),
-            "--dtype", "auto" if on_gpu else "float32", "--max-model-len", str(self.longest + 8),
-            "--speculative-config", json.dumps(speculation), "--kv-transfer-config", json.dumps(transfer),
-        ]  # fmt: skip
-        return [*arguments, *([] if on_gpu else ["--enforce-eager"]), *self.recipe.vllm_args]
-
-    def alive(self) -> bool:
-        """Say whether the server still runs (of one that was not started here nobody knows)."""
-        return self._process is None or self._process.poll() is None
-
-    def stop(self) -> None:
-        """End the server and delete what it left."""
-        if self._process is not None:
-            self._process.terminate()
-            try:
-                self._process.wait(30)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-            self._process = None
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 @dataclass
@@ -193,18 +102,35 @@ class VllmEngine:
 
 @contextmanager
 def vllm_engine(
-    recipe: ExtractRecipe, facts: VerifierFacts, boundaries: list[int], log: Path, longest: int
+    recipe: ExtractRecipe,
+    verifier_recipe: VerifierRecipe,
+    facts: VerifierFacts,
+    boundaries: list[int],
+    log: Path,
+    longest: int,
 ) -> Iterator[VllmEngine]:
     """Start a server (or take the one that the recipe names) for as long as the block runs."""
-    server = VllmServer(recipe, facts, boundaries, log, longest)
-    try:
-        server.start()
+    if recipe.vllm_url:
+        server = VllmServer("", [], log, url=recipe.vllm_url.rstrip("/").removesuffix("/v1"))
+    else:
+        server = VllmServer(verifier_recipe.vllm_python, [], log, {_MODULE: _CONNECTOR})
+        server.arguments = [
+            *model_arguments(facts, verifier_recipe, longest + 8), *_extraction_arguments(boundaries, server.folder)
+        ]  # fmt: skip
+    with running(server):
         yield VllmEngine(server, boundaries, facts.hidden_size, recipe.vllm_requests)
-    finally:
-        server.stop()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _extraction_arguments(boundaries: list[int], folder: Path) -> list[str]:
+    on_gpu = torch.cuda.is_available()
+    speculation = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": boundaries}},
+    }
+    transfer = {
+        "kv_connector": "ExampleHiddenStatesConnector" if on_gpu else "PlainCopyConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder / "states")},
+    } | ({} if on_gpu else {"kv_connector_module_path": _MODULE})
+    return ["--speculative-config", json.dumps(speculation), "--kv-transfer-config", json.dumps(transfer)]
