@@ -198,6 +198,7 @@ FAULTS: list[tuple[str, str, Callable[[Path], None]]] = [
     ("DS410", "another embedding", in_tensors(lambda t: t["embed_tokens.weight"].__setitem__(7, 0.0))),
     ("DS411", "lm_head in another order", in_tensors(shuffle_head)),
     ("DS412", "norms placed otherwise", in_config(lambda c: c.update(norm_before_residual=True))),
+    ("DS412", "aux layers one off", in_config(lambda c: c.update(eagle_aux_hidden_state_layer_ids=[1, 3, 4]))),
     ("DS412", "another rope", in_layer(rope_parameters={"rope_type": "default", "rope_theta": 5e5})),
     ("DS413", "a private path", in_config(private_path)),
 ]  # fmt: skip

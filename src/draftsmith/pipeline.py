@@ -31,6 +31,7 @@ from draftsmith.store.manifest import MANIFEST, STORE_IDENTITY, StageFolder, con
 from draftsmith.store.samples import CHAT_TEMPLATE
 from draftsmith.store.validation import RECORD, read_record, require_passed, write_record
 from draftsmith.train.run import run_train
+from draftsmith.validate.head import validate_head
 from draftsmith.validate.run import Validation, run_validate
 from draftsmith.verifier.facts import VerifierFacts, chat_template, read_facts
 from draftsmith.verifier.locate import locate
@@ -237,8 +238,25 @@ class Pipeline:
         result: dict[str, Any] = {"head": str(head), "draft_length": draft_length, "sets": results}
         stored = run_dir / "evaluation" / RESULT
         if not prompt_files and stored.is_file():
-            result["agreement"] = compare(read_json(stored), results[0])
+            agreement = compare(read_json(stored), results[0])
+            if not agreement["agrees"]:
+                agreement["look_at"] = [*self._faults_of(head), *agreement["look_at"]]
+            result["agreement"] = agreement
         return result
+
+    def _faults_of(self, head: Path) -> list[str]:
+        """Return what a look into the head finds, compared with the checkpoint it was exported from."""
+        checkpoint = self._run_dir / "checkpoint"
+        trained = None
+        if (checkpoint / MANIFEST).is_file():
+            trained = checkpoint / str(read_manifest(checkpoint)["counts"]["draft"])
+        report = validate_head(head, self.facts, trained)
+        found = [f"{f['where']}: wanted {f['expected']}; found {f['found']} ({f['code']})" for f in report["findings"]]
+        if trained is not None:
+            dtypes = [read_json(folder / "config.json").get("torch_dtype") for folder in (head, trained)]
+            if dtypes[0] != dtypes[1]:
+                found.append(f"dtype: the head is {dtypes[0]}, the checkpoint {dtypes[1]}")
+        return found
 
     def _prompts_of(self, file: Path) -> list[tuple[str, list[int]]]:
         """Return the first prompt of each row of a file, rendered by the chat template."""

@@ -182,6 +182,9 @@ def _content_findings(tensors: dict[str, Tensor], facts: VerifierFacts) -> Itera
 @torch.inference_mode()
 def _forward_findings(head: Eagle3Draft, checkpoint: Eagle3Draft, stored: dict[str, Tensor]) -> Iterator[Finding]:
     """Compare hidden states on made-up input; the same vocabulary, norms, rope and residual give the same."""
+    if head.config.aux_boundaries != checkpoint.config.aux_boundaries:
+        trained_on = f"boundaries {checkpoint.config.aux_boundaries}, as the checkpoint was trained on"
+        yield Finding("DS412", "aux layers", trained_on, f"boundaries {head.config.aux_boundaries}")
     if not torch.equal(head.d2t, checkpoint.d2t):
         yield Finding("DS412", "d2t", "the checkpoint's draft vocabulary", "another one")
         return
