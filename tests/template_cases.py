@@ -132,12 +132,20 @@ def outcome(template: ChatTemplate, case: str, end_ids: list[int], tools: bool =
     row: dict[str, Any] = {"messages": messages} | ({"tools": TOOLS} if tools or case.startswith("tool") else {})
     conversation: Conversation = parse_row(row, case)
     try:
-        samples = Masker(template, end_ids).tokenise(conversation)
+        samples = tokenise_one(Masker(template, end_ids), conversation)
     except Refused as reason:
         return f"refused: {reason}", []
     kind = "whole" if len(samples) == 1 else "per turn"
     modes = {f"{key}={value}" for sample in samples for key, value in sample.mode.items()}
     return kind + (f" ({', '.join(sorted(modes))})" if modes else ""), samples
+
+
+def tokenise_one(masker: Masker, conversation: Conversation) -> list[Tokenised]:
+    """Return one conversation's samples; raise Refused if there are none."""
+    ((_, samples),) = masker.tokenise_all([conversation])
+    if isinstance(samples, Refused):
+        raise samples
+    return samples
 
 
 def answers(tokenizer: PreTrainedTokenizerFast, samples: list[Tokenised]) -> Iterator[tuple[str, str]]:

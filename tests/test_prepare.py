@@ -20,6 +20,7 @@ from draftsmith.conversations.template import ChatTemplate, Refused
 from draftsmith.errors import BadInput
 from draftsmith.recipe import Source
 from draftsmith.store.samples import SampleTable
+from template_cases import tokenise_one
 
 Cli = Callable[..., tuple[int, str, str]]
 TOKENIZER = build_tokenizer()
@@ -31,7 +32,7 @@ def tokenise(
     tokenizer: Any, messages: list[Message], finished: bool = True, answer_ids: list[int] | None = None
 ) -> Tokenised:
     conversation = Conversation("id", messages, "here:1", finished=finished, answer_ids=answer_ids)
-    (sample,) = Masker(ChatTemplate(tokenizer), END).tokenise(conversation)
+    (sample,) = tokenise_one(Masker(ChatTemplate(tokenizer), END), conversation)
     return sample
 
 
@@ -136,7 +137,7 @@ def test_a_template_that_changes_earlier_turns_gives_a_sample_per_answer() -> No
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     conversation = Conversation("id", [*HELLO, *HELLO], "here:1")
-    first, second = Masker(ChatTemplate(tokenizer), END).tokenise(conversation)
+    first, second = tokenise_one(Masker(ChatTemplate(tokenizer), END), conversation)
     assert masked_text(first) == masked_text(second) == "sat<|im_end|>"
     assert "gone" in TOKENIZER.decode(second.input_ids)  # the context that serving would see
     assert "gone" not in TOKENIZER.decode(first.input_ids)

@@ -13,6 +13,7 @@ from draftsmith.conversations.shapes import parse_row
 from draftsmith.conversations.template import ChatTemplate
 from draftsmith.verifier.locate import locate
 from draftsmith.verifier.tokens import end_of_turn_ids, load_tokenizer
+from template_cases import tokenise_one
 
 Cli = Callable[..., tuple[int, str, str]]
 CONVERSATIONS = Path(__file__).parents[2] / "shared" / "data" / "smollm2_conversations.jsonl"
@@ -60,7 +61,7 @@ def test_masks_on_real_conversations() -> None:
     supervised = 0
     for number, line in enumerate(CONVERSATIONS.open("rb"), 1):
         row = parse_row(json.loads(line), f"line {number}")
-        (result,) = masker.tokenise(row)
+        (result,) = tokenise_one(masker, row)
         answer = row.messages[-1]["content"] + ("<|im_end|>" if row.finished else "")
         assert tokenizer.decode(result.input_ids[result.loss_mask.astype(bool)]) == answer
         assert not np.any(np.diff(result.loss_mask.astype(int)) < 0) or row.finished

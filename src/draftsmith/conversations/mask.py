@@ -47,20 +47,15 @@ class Masker:
         self.tokenizer = template.tokenizer
         self._rules: dict[str, MaskRules] = {}
 
-    def tokenise(self, conversation: Conversation) -> list[Tokenised]:
-        """Tokenise a conversation and mask what the verifier wrote: one sample, or one per answer.
-
-        `conversation.answer_ids` are the very tokens of the last answer where they are known: text need not tokenise
-        back to them. Otherwise, if it is not finished, the last answer loses the end-of-turn token that the template
-        adds. Raises Refused where the mask would be a guess.
-        """
-        renderings = self._render(conversation)
-        return self._mask(conversation, renderings, self._encode(renderings))
-
     def tokenise_all(
         self, conversations: Iterable[Conversation]
     ) -> Iterator[tuple[Conversation, list[Tokenised] | Refused]]:
-        """Yield each conversation with its samples, or why there are none. Texts are tokenised while others render."""
+        """Yield each conversation with its samples (one, or one per answer), or why a mask would be a guess.
+
+        `answer_ids` are the very tokens of the last answer where they are known: text need not tokenise back to them.
+        Otherwise, if a conversation is not finished, its last answer loses the end-of-turn token that the template
+        adds. Texts are tokenised while others render.
+        """
         with ThreadPoolExecutor(1) as pool:
             waiting: list[tuple[list[tuple[Conversation, list[Rendering] | Refused]], Future[list[Any]]]] = []
             for chunk in _chunks(conversations, _TOGETHER):

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 from draftsmith.store.findings import DamagedFile, Finding
 from draftsmith.store.sample_file import SampleFile
-from draftsmith.verifier.boundaries import Numbering, default_boundaries
+from draftsmith.verifier.boundaries import Numbering
 
 Format = Literal["draftsmith", "speculators-v1", "speculators-v0", "speculators", "specforge"]
 TITLES: dict[Format, str] = {
@@ -22,7 +22,7 @@ TITLES: dict[Format, str] = {
     "speculators": "speculators 0.5+ dataset (Arrow + safetensors)",
     "specforge": "SpecForge hidden-state folder",
 }
-# Whose layer ids a format's files speak of; and whose default the ids are where the files do not say.
+# Whose layer ids a format's files speak of.
 NUMBERINGS: dict[Format, Numbering] = {
     "draftsmith": "vllm",
     "speculators-v1": "speculators-v1",
@@ -49,14 +49,10 @@ class Layout:
     verifier: str | None = None
     origin: str = ""
 
-    def guess(self, num_layers: int) -> list[int]:
-        """Return the stated boundaries, or what the format's writers take if nobody says otherwise."""
-        return self.boundaries or [*default_boundaries(NUMBERINGS[self.format], num_layers), num_layers]
-
 
 @dataclass(frozen=True)
 class Opened:
-    """One file: its samples, and what is wrong with it. `whole` is false if it gave no samples because of that."""
+    """One file: its samples, and what is wrong with it."""
 
     samples: list[SampleFile] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
@@ -95,9 +91,6 @@ class Data(ABC):
             found = str(error).removeprefix(f"{path}: ").removeprefix(f"{path.absolute()}: ")
             return Opened([], [Finding(error.code, self.names[index], "a readable file", found)], _size(path))
         return replace(opened, file_bytes=_size(path))
-
-    def __getitem__(self, index: int) -> Opened:
-        return self.open(index)
 
 
 def _size(path: Path) -> int:
