@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from draftsmith.draft.decode import DraftDecoder
+from draftsmith.draft.decode import DraftDecoder, Tree
 from draftsmith.draft.model import Eagle3Draft
 from draftsmith.verifier.run import RunningVerifier
 
@@ -31,7 +31,7 @@ class Answer:
     gaps: list[float]
 
 
-class _CachedVerifier:
+class CachedVerifier:
     """The verifier with a cache of what it has seen."""
 
     def __init__(self, verifier: RunningVerifier) -> None:
@@ -54,6 +54,35 @@ class _CachedVerifier:
         logits: Tensor = output.logits[0]
         return logits
 
+    def tree_logits(self, last: int, tree: Tree) -> Tensor:
+        """Feed the last token and a tree behind it; return the logits [n+1, V] after each."""
+        device, size, before = self._verifier.device, len(tree.tokens) + 1, self._cache.get_seq_length()
+        visible = torch.eye(size, dtype=torch.bool)
+        visible[:, 0] = True
+        depths = [0]
+        for node, parent in enumerate(tree.parents):
+            visible[node + 1] |= visible[parent + 1]
+            depths.append(depths[parent + 1] + 1)
+        whole = torch.cat([torch.ones(size, before, dtype=torch.bool), visible], dim=1)
+        dtype = self._verifier.model.dtype
+        mask = torch.zeros(whole.shape, dtype=dtype).masked_fill_(~whole, torch.finfo(dtype).min)
+        output = self._verifier.model(
+            torch.tensor([[last, *tree.tokens]], device=device),
+            attention_mask=mask[None, None].to(device),
+            position_ids=torch.tensor([depths], device=device) + before,
+            **self._cache_argument,
+            use_cache=True,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def keep_of_last(self, rows: list[int], count: int) -> None:
+        """Of the last `count` tokens keep those at `rows`, in this order."""
+        start = self._cache.get_seq_length() - count
+        for layer in self._cache.layers:
+            places = torch.tensor([*range(start), *(start + row for row in rows)], device=layer.keys.device)
+            layer.keys, layer.values = layer.keys[:, :, places], layer.values[:, :, places]
+
     def forget(self, count: int) -> None:
         """Drop the last `count` tokens."""
         if count:
@@ -64,7 +93,7 @@ class _CachedVerifier:
 def decode_plain(verifier: RunningVerifier, prompt: list[int], limit: int, end_ids: list[int]) -> Answer:
     """Decode greedily, one token per verifier forward, up to `limit` tokens or an end-of-turn token."""
     began = time.perf_counter()
-    cached = _CachedVerifier(verifier)
+    cached = CachedVerifier(verifier)
     tokens: list[int] = []
     tops: list[Tensor] = []
     while len(tokens) < limit and (not tokens or tokens[-1] not in end_ids):
@@ -88,7 +117,7 @@ def decode_speculative(
     """Decode greedily with chains of `draft_length` draft tokens, each chain checked in one verifier forward."""
     boundaries = draft.config.aux_boundaries
     began = time.perf_counter()
-    cached, drafter = _CachedVerifier(verifier), DraftDecoder(draft)
+    cached, drafter = CachedVerifier(verifier), DraftDecoder(draft)
     rounds: list[tuple[int, int]] = []
     with verifier.capture(boundaries) as states:
 
@@ -104,14 +133,14 @@ def decode_speculative(
             new = best[: accepted + 1]  # the accepted tokens, then the verifier's own: the bonus token
             cached.forget(draft_length - accepted)
             drafter.confirm(new, aux(accepted + 1))
-            kept = _cut(new, limit - len(tokens), end_ids)
+            kept = cut_answer(new, limit - len(tokens), end_ids)
             if len(kept) == len(new):
                 rounds.append((accepted, len(new)))
             tokens += kept
     return Answer(tokens, time.perf_counter() - began, rounds, [])
 
 
-def _cut(tokens: list[int], limit: int, end_ids: list[int]) -> list[int]:
+def cut_answer(tokens: list[int], limit: int, end_ids: list[int]) -> list[int]:
     """Return the tokens up to the limit and the first end-of-turn token, included."""
     stop = next((i + 1 for i, token in enumerate(tokens) if token in end_ids), len(tokens))
     return tokens[: min(stop, limit)]
