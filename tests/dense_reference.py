@@ -61,6 +61,16 @@ def dense_logits(draft: Eagle3Draft, ids_T: Tensor, aux_TA: Tensor, steps: int) 
     return logits
 
 
+def divergence(objective: str, q: Tensor, z: Tensor) -> Tensor:
+    p = z.softmax(-1)
+    if objective == "kl":
+        return (q * (q.log() - z.log_softmax(-1))).sum()
+    if objective == "ce":
+        return -p[int(q.argmax())].log()
+    overlap = sum(min(p[i], q[i]) for i in range(len(q)))
+    return {"tv": 1 - overlap, "lk": -overlap.log()}[objective]
+
+
 def dense_loss(
     draft: Eagle3Draft,
     samples: list[tuple[Tensor, Tensor, Tensor, Tensor]],
@@ -68,6 +78,7 @@ def dense_loss(
     lm_head_VH: Tensor,
     eps: float,
     step_weights: list[float],
+    objective: str = "kl",
 ) -> Tensor:
     """Loss over samples (ids [T], mask [T], aux [T, A*H], last [T, H])."""
     draft_ids = draft.vocabulary.token_ids
@@ -83,6 +94,5 @@ def dense_loss(
             for k, weight in enumerate(step_weights):
                 row = j - 1 - k
                 if row >= 0:
-                    log_p = logits[k][row].log_softmax(-1)
-                    total = total + weight * (target[j] * (target[j].log() - log_p)).sum()
+                    total = total + weight * divergence(objective, target[j], logits[k][row])
     return total / supervised

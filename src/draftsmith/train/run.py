@@ -117,10 +117,10 @@ def make_optimizer(draft: Eagle3Draft, recipe: TrainRecipe) -> torch.optim.AdamW
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step computed: the loss and, per unroll step, mean KL and agreement over its rows."""
+    """What one optimizer step computed: the loss and, per unroll step, mean loss and agreement over its rows."""
 
     loss: float
-    kl: list[float]
+    step_loss: list[float]
     agreement: list[float]
     grad_norm: float
 
@@ -148,7 +148,7 @@ def optimizer_step(
         )
         pack_loss.backward()
         loss += pack_loss.item()
-        totals += torch.stack([sums.kl, sums.agreeing, sums.rows])
+        totals += torch.stack([sums.loss, sums.agreeing, sums.rows])
     norm = nn.utils.clip_grad_norm_([p for _, p in trained_parameters(draft)], clip_norm).item()
     if not torch.isfinite(torch.tensor([loss, norm])).all():
         names = [name for pack in packs for name in pack.samples]
@@ -158,8 +158,8 @@ def optimizer_step(
             "lower train.lr."
         )
     optimizer.step()
-    kl, agreement = (totals[:2] / totals[2].clamp(min=1)).tolist()
-    return StepResult(loss, kl, agreement, norm)
+    step_loss, agreement = (totals[:2] / totals[2].clamp(min=1)).tolist()
+    return StepResult(loss, step_loss, agreement, norm)
 
 
 def train(
@@ -199,7 +199,7 @@ def _metrics_line(
         "step": step,
         "epoch": epoch,
         "loss": result.loss,
-        "kl": result.kl,
+        "step_loss": result.step_loss,
         "agreement": result.agreement,
         "lr": lr,
         "grad_norm": result.grad_norm,
