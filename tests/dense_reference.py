@@ -29,35 +29,56 @@ def dense_logits(draft: Eagle3Draft, ids_T: Tensor, aux_TA: Tensor, steps: int) 
     eps, theta = layer.rms_norm_eps, layer.rope_parameters["rope_theta"]
     heads, groups, width = layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim
     rows = len(ids_T) - 1
-    hidden = aux_TA[:rows] @ p["fc.weight"].T
+    aux = aux_TA[:rows]
+    if draft.config.norm_before_fc:
+        aux = rms_norm(aux, p["input_norm.weight"], eps)
+    if draft.config.fc_norm:
+        third = aux.shape[1] // 3
+        aux = torch.cat(
+            [rms_norm(aux[:, i * third : (i + 1) * third], p[f"fc_norm.{i}.weight"], eps) for i in range(3)], -1
+        )
+    hidden = aux @ p["fc.weight"].T
     later = torch.arange(rows)[None, :] > torch.arange(rows)[:, None]
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
+    layers = range(layer.num_hidden_layers)
+    keys: list[list[Tensor]] = [[] for _ in layers]
+    values: list[list[Tensor]] = [[] for _ in layers]
     logits = []
     for k in range(steps):
         tokens = torch.tensor([int(ids_T[t + 1 + k]) if t + 1 + k < len(ids_T) else 0 for t in range(rows)])
         embedded = draft.embed_tokens.weight[tokens]
-        normed = rms_norm(hidden, p["layers.0.hidden_norm.weight"], eps)
-        residual = normed if draft.config.norm_before_residual else hidden
-        x = torch.cat([rms_norm(embedded, p["layers.0.input_layernorm.weight"], eps), normed], -1)
-        q = (x @ p["layers.0.self_attn.q_proj.weight"].T).view(rows, heads, width)
-        key = (x @ p["layers.0.self_attn.k_proj.weight"].T).view(rows, groups, width)
-        value = (x @ p["layers.0.self_attn.v_proj.weight"].T).view(rows, groups, width)
-        positions = torch.arange(rows) + k
-        q, key = rope(q, positions, theta), rope(key, positions, theta)
-        keys.append(key.repeat_interleave(heads // groups, 1))
-        values.append(value.repeat_interleave(heads // groups, 1))
-        scores = torch.einsum("thd,shd->hts", q, keys[0]).masked_fill(later, -torch.inf)
-        own = [torch.einsum("thd,thd->ht", q, keys[i])[..., None] for i in range(1, k + 1)]
-        weights = (torch.cat([scores, *own], -1) / width**0.5).softmax(-1)
-        out = torch.einsum("hts,shd->thd", weights[..., :rows], values[0])
-        for i in range(1, k + 1):
-            out = out + weights[..., rows + i - 1].T[..., None] * values[i]
-        hidden = residual + out.reshape(rows, -1) @ p["layers.0.self_attn.o_proj.weight"].T
-        y = rms_norm(hidden, p["layers.0.post_attention_layernorm.weight"], eps)
-        gate, up = y @ p["layers.0.mlp.gate_proj.weight"].T, y @ p["layers.0.mlp.up_proj.weight"].T
-        hidden = hidden + (gate * gate.sigmoid() * up) @ p["layers.0.mlp.down_proj.weight"].T
-        logits.append(rms_norm(hidden, p["norm.weight"], eps) @ p["lm_head.weight"].T)
+        for n in layers:
+            w = {name.removeprefix(f"layers.{n}."): p[name] for name in p if name.startswith(f"layers.{n}.")}
+            if n == 0:
+                normed = rms_norm(hidden, w["hidden_norm.weight"], eps)
+                residual = normed if draft.config.norm_before_residual else hidden
+                x = torch.cat([rms_norm(embedded, w["input_layernorm.weight"], eps), normed], -1)
+            else:
+                x, residual = rms_norm(hidden, w["input_layernorm.weight"], eps), hidden
+            q = (x @ w["self_attn.q_proj.weight"].T).view(rows, heads, width)
+            key = (x @ w["self_attn.k_proj.weight"].T).view(rows, groups, width)
+            if layer.model_type == "qwen3":
+                q, key = (
+                    rms_norm(q, w["self_attn.q_norm.weight"], eps),
+                    rms_norm(key, w["self_attn.k_norm.weight"], eps),
+                )
+            value = (x @ w["self_attn.v_proj.weight"].T).view(rows, groups, width)
+            positions = torch.arange(rows) + k
+            q, key = rope(q, positions, theta), rope(key, positions, theta)
+            keys[n].append(key.repeat_interleave(heads // groups, 1))
+            values[n].append(value.repeat_interleave(heads // groups, 1))
+            scores = torch.einsum("thd,shd->hts", q, keys[n][0]).masked_fill(later, -torch.inf)
+            own = [torch.einsum("thd,thd->ht", q, keys[n][i])[..., None] for i in range(1, k + 1)]
+            weights = (torch.cat([scores, *own], -1) / width**0.5).softmax(-1)
+            out = torch.einsum("hts,shd->thd", weights[..., :rows], values[n][0])
+            for i in range(1, k + 1):
+                out = out + weights[..., rows + i - 1].T[..., None] * values[n][i]
+            hidden = residual + out.reshape(rows, -1) @ w["self_attn.o_proj.weight"].T
+            y = rms_norm(hidden, w["post_attention_layernorm.weight"], eps)
+            gate, up = y @ w["mlp.gate_proj.weight"].T, y @ w["mlp.up_proj.weight"].T
+            hidden = hidden + (gate * gate.sigmoid() * up) @ w["mlp.down_proj.weight"].T
+        normed = rms_norm(hidden, p["norm.weight"], eps)
+        hidden = normed if draft.config.norm_output else hidden
+        logits.append(normed @ p["lm_head.weight"].T)
     return logits
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config
 
 from draftsmith.draft.config import DraftConfig
 from draftsmith.draft.model import Eagle3Draft, new_draft
@@ -16,11 +16,13 @@ HIDDEN, VOCAB, DRAFT_VOCAB, AUX = 32, 50, 20, 3
 SampleTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def small_draft(seed: int = 0, norm_before_residual: bool = True) -> Eagle3Draft:
-    layer = LlamaConfig(
+def small_draft(
+    seed: int = 0, norm_before_residual: bool = True, layers: int = 1, qwen3: bool = False, **options: bool
+) -> Eagle3Draft:
+    layer = (Qwen3Config if qwen3 else LlamaConfig)(
         hidden_size=HIDDEN,
         intermediate_size=48,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
@@ -30,7 +32,7 @@ def small_draft(seed: int = 0, norm_before_residual: bool = True) -> Eagle3Draft
     )
     generator = torch.Generator().manual_seed(seed)
     token_ids = torch.randperm(VOCAB, generator=generator)[:DRAFT_VOCAB].sort().values
-    config = DraftConfig(layer, DRAFT_VOCAB, [1, 2, 3], norm_before_residual, "small", ["LlamaForCausalLM"])
+    config = DraftConfig(layer, DRAFT_VOCAB, [1, 2, 3], norm_before_residual, "small", ["LlamaForCausalLM"], **options)
     head = small_head(seed)
     embedding = torch.randn(VOCAB, HIDDEN, generator=generator)
     draft = new_draft(config, DraftVocabulary(token_ids, VOCAB), embedding, head.lm_head_VH[token_ids], seed)

@@ -59,7 +59,7 @@ def test_both_formats_give_back_every_bit(trained: Path, tiny_verifier: Path) ->
         assert found.config.aux_boundaries == wanted.config.aux_boundaries == [2, 4, 5]
         assert found.config.norm_before_residual is False
         assert found.config.verifier_name == wanted.config.verifier_name
-        assert found.layer.self_attn.head_dim == wanted.layer.self_attn.head_dim
+        assert found.decoder_layers[0].self_attn.head_dim == wanted.decoder_layers[0].self_attn.head_dim
         for name, tensor in wanted.state_dict().items():
             assert torch.equal(found.state_dict()[name], tensor), (form, name)
 

@@ -1,5 +1,7 @@
 """The training step against the dense reference: same loss, same gradients, nothing leaks between samples."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 
 from dense_reference import dense_loss
 from draftsmith.draft.attention import attend, plan_blocks
+from draftsmith.draft.decode import DraftDecoder
 from draftsmith.draft.loss import unroll_loss
 from draftsmith.draft.model import Eagle3Draft
 from draftsmith.draft.objectives import ObjectiveName
@@ -73,6 +76,41 @@ def test_loss_and_gradients_equal_the_dense_reference(
     samples = [small_sample(mask, seed) for seed, mask in enumerate(masks)]
     draft = small_draft(norm_before_residual=norm_before_residual)
     assert len(assert_equals_the_reference(draft, samples, weights)) == 13  # every parameter but the frozen embedding
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "norm_before_fc": {"norm_before_fc": True},
+    "EAGLE-3.1": {"fc_norm": True, "norm_output": True, "norm_before_residual": False},
+    "qwen3": {"qwen3": True},
+    "two layers": {"layers": 2},
+    "three qwen3 layers, everything": {
+        "layers": 3, "qwen3": True, "norm_before_fc": True, "fc_norm": True, "norm_output": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+def test_every_form_of_the_draft_equals_the_dense_reference(form: dict[str, Any]) -> None:
+    samples = [small_sample(mask, seed) for seed, mask in enumerate(MASKS["several packed"])]
+    draft = small_draft(**form)
+    named = assert_equals_the_reference(draft, samples, [1.0, 0.8, 0.64])
+    assert named == {name for name, _ in draft.named_parameters()} - {"embed_tokens.weight"}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+def test_decoding_computes_what_the_unroll_does(form: dict[str, Any]) -> None:
+    """A chain of three drafts after row 4: the same states as the unroll has when these very tokens come next."""
+    draft = small_draft(**form)
+    ids, mask, aux, last = small_sample([0, 1, 1, 1, 1, 1, 1, 1, 1, 1], 0)
+    decoder = DraftDecoder(draft)
+    decoder.confirm(ids[1:6].tolist(), aux[:5])
+    chain = decoder.propose(3)
+    ids[6:9] = torch.tensor(chain)
+    pack, _ = make_pack([(ids, mask, aux, last)], 3)
+    for k, rows_mH in enumerate(unroll(draft, pack)):
+        row = pack.plan.steps[k].rows[pack.plan.steps[k].loss_rows].tolist().index(4)
+        best = int(draft.lm_head(rows_mH[row]).argmax())
+        assert best + int(draft.d2t[best]) == chain[k]
 
 
 @pytest.mark.parametrize("objective", ["ce", "tv", "lk"])

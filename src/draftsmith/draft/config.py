@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config
 
 from draftsmith.errors import BadInput
 from draftsmith.verifier.boundaries import from_boundaries, to_boundaries
@@ -16,19 +16,37 @@ LAYER_KEYS = (
     "rope_parameters", "attention_bias", "attention_dropout", "mlp_bias", "initializer_range",
     "tie_word_embeddings", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
+_LAYERS: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 _MLA_HEAD_DIM, _MLA_KV_HEADS = 128, 8
 
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """What defines a draft. `layer` is its one Llama layer as a transformers config (rope included)."""
+    """What defines a draft. `layer` is its layers' transformers config (rope included); a Qwen3 layer norms q and k.
 
-    layer: LlamaConfig
+    `norm_before_fc` norms the aux states together, `fc_norm` each of them apart (EAGLE-3.1); with `norm_output` the
+    next step takes the output behind the final norm (EAGLE-3.1).
+    """
+
+    layer: LlamaConfig | Qwen3Config
     draft_vocab_size: int
     aux_boundaries: list[int]
     norm_before_residual: bool
     verifier_name: str
     verifier_architectures: list[str]
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of the draft."""
+        return int(self.layer.num_hidden_layers)
+
+    @property
+    def norms_heads(self) -> bool:
+        """Whether queries and keys are normed per head, as in Qwen3."""
+        return bool(self.layer.model_type == "qwen3")
 
     @property
     def hidden_size(self) -> int:
@@ -47,14 +65,16 @@ def derive_config(
     aux_boundaries: list[int],
     norm_before_residual: bool,
     verifier_name: str,
+    num_layers: int = 1,
+    layer_type: Literal["llama", "qwen3"] = "llama",
 ) -> DraftConfig:
     """Derive a draft from its verifier: same width, heads, MLP width, norm epsilon and rope."""
     text = facts.text_config
     heads, kv_heads, head_dim = _attention_shape(text, facts.hidden_size)
-    layer = LlamaConfig(
+    layer = _LAYERS[layer_type](
         hidden_size=facts.hidden_size,
         intermediate_size=text["intermediate_size"],
-        num_hidden_layers=1,
+        num_hidden_layers=num_layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
@@ -91,15 +111,20 @@ def _rope(text: dict[str, Any]) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": theta}
 
 
-def rope_keys(layer: LlamaConfig) -> dict[str, Any]:
+def rope_keys(layer: LlamaConfig | Qwen3Config) -> dict[str, Any]:
     """Return the two older rope keys: readers with transformers 4 look for them and ignore rope_parameters."""
     rope = layer.rope_parameters
     return {"rope_theta": rope["rope_theta"], "rope_scaling": None if rope["rope_type"] == "default" else rope}
 
 
+def layer_values(layer: LlamaConfig | Qwen3Config) -> dict[str, Any]:
+    """Return the keys of config.json that describe the layers."""
+    return {key: getattr(layer, key) for key in LAYER_KEYS if hasattr(layer, key)}
+
+
 def to_json(config: DraftConfig, dtype: str, speculative_tokens: int) -> dict[str, Any]:
     """Return config.json: every key whose absence changes the meaning in a server is there."""
-    layer = {key: getattr(config.layer, key) for key in LAYER_KEYS} | rope_keys(config.layer)
+    layer = layer_values(config.layer) | rope_keys(config.layer)
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -110,9 +135,9 @@ def to_json(config: DraftConfig, dtype: str, speculative_tokens: int) -> dict[st
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": None,
         "norm_before_residual": config.norm_before_residual,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
         "eagle_aux_hidden_state_layer_ids": from_boundaries(config.aux_boundaries, "vllm"),
@@ -142,19 +167,16 @@ def from_json(values: dict[str, Any], where: str) -> DraftConfig:
     missing = [key for key in (*needed, "transformer_layer_config", "speculators_config") if key not in values]
     if values.get("speculators_model_type") != "eagle3" or missing:
         raise BadInput(f"{where}: not an EAGLE-3 head in speculators format (lacks {', '.join(missing) or 'type'})")
-    unsupported = [key for key in ("norm_before_fc", "fc_norm", "norm_output") if values.get(key)]
     layer = dict(values["transformer_layer_config"])
-    if unsupported or layer.get("model_type") != "llama" or layer.get("num_hidden_layers") != 1:
-        raise BadInput(
-            f"{where}: only a draft of one llama layer is supported"
-            + (f", without {', '.join(unsupported)}" if unsupported else "")
-        )
+    if layer.get("model_type") not in _LAYERS:
+        raise BadInput(f"{where}: a draft of {layer.get('model_type')} layers; only {' and '.join(_LAYERS)} are known")
     verifier = values["speculators_config"]["verifier"]
     return DraftConfig(
-        LlamaConfig(**layer),
+        _LAYERS[layer["model_type"]](**layer),
         values["draft_vocab_size"],
         to_boundaries(values["eagle_aux_hidden_state_layer_ids"], "vllm"),
         values["norm_before_residual"],
         verifier["name_or_path"],
         verifier["architectures"],
+        **{key: bool(values.get(key)) for key in ("norm_before_fc", "fc_norm", "norm_output")},
     )

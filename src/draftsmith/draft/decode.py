@@ -31,16 +31,17 @@ class DraftDecoder:
 
     def __init__(self, draft: Eagle3Draft) -> None:
         self._draft = draft
-        attention = draft.layer.self_attn
+        attention = draft.decoder_layers[0].self_attn
         empty = draft.fc.weight.new_empty(0, attention.kv_heads, attention.head_dim)
-        self._keys_Lgd, self._values_Lgd = empty, empty
+        self._keys: list[Tensor] = [empty] * len(draft.layers)  # a layer each, [L, g, d]
+        self._values: list[Tensor] = [empty] * len(draft.layers)
         self._confirmed = 0
         self._hidden_1H = draft.fc.weight.new_empty(0)
 
     def confirm(self, next_tokens: list[int], aux_nA: Tensor) -> None:
         """Add rows of confirmed tokens: row t has the verifier's aux states at t and the token after t."""
-        self._hidden_1H = self.extend(next_tokens, self._draft.fc(aux_nA.to(self._draft.fc.weight)))[-1:]
-        self._confirmed = len(self._keys_Lgd)
+        self._hidden_1H = self.extend(next_tokens, self._draft.fuse(aux_nA.to(self._draft.fc.weight)))[-1:]
+        self._confirmed = len(self._keys[0])
 
     def propose(self, length: int) -> list[int]:
         """Return the chain of `length` greedy tokens (verifier ids) after the confirmed rows."""
@@ -49,10 +50,9 @@ class DraftDecoder:
         for step in range(length):
             if step:
                 hidden_1H = self.extend(tokens[-1:], hidden_1H)
-            best = int(draft.lm_head(draft.norm(hidden_1H)).argmax())
+            best = int(draft.lm_head(draft.output(hidden_1H)).argmax())
             tokens.append(best + int(draft.d2t[best]))
-        self._keys_Lgd = self._keys_Lgd[: self._confirmed]
-        self._values_Lgd = self._values_Lgd[: self._confirmed]
+        self._forget_drafts()
         return tokens
 
     def propose_tree(self, depth: int, width: int, total: int) -> Tree:
@@ -64,20 +64,20 @@ class DraftDecoder:
         draft, nodes, confirmed = self._draft, _Nodes(), self._confirmed
         hidden_nH, parents = self._hidden_1H, [-1]
         for level in range(depth):
-            log_p_nD = draft.lm_head(draft.norm(hidden_nH)).log_softmax(-1)
+            log_p_nD = draft.lm_head(draft.output(hidden_nH)).log_softmax(-1)
             best = log_p_nD.topk(min(width, log_p_nD.shape[-1]), dim=-1)
             tokens_nk = best.indices + draft.d2t[best.indices]
             new = nodes.add(parents, tokens_nk.tolist(), best.values.tolist())
             parents = sorted(new, key=lambda node: -nodes.scores[node])[:width]
             if level + 1 < depth:
                 hidden_nH = self._expand(nodes, parents, confirmed + level, hidden_nH)
-        self._keys_Lgd, self._values_Lgd = self._keys_Lgd[:confirmed], self._values_Lgd[:confirmed]
+        self._forget_drafts()
         return nodes.best(total)
 
     def _expand(self, nodes: "_Nodes", chosen: list[int], position: int, hidden_nH: Tensor) -> Tensor:
-        """Run the layer on the chosen nodes; each sees the confirmed rows, its ancestors and itself."""
+        """Run the layers on the chosen nodes; each sees the confirmed rows, its ancestors and itself."""
         rows = [nodes.row_in_level[nodes.parents[node]] if nodes.parents[node] >= 0 else 0 for node in chosen]
-        cached = len(self._keys_Lgd)
+        cached = len(self._keys[0])
         visible = torch.zeros(len(chosen), cached + len(chosen), dtype=torch.bool, device=hidden_nH.device)
         visible[:, : self._confirmed] = True
         for row, node in enumerate(chosen):
@@ -90,26 +90,34 @@ class DraftDecoder:
         return self._run([nodes.tokens[node] for node in chosen], hidden_nH[rows], positions, visible)
 
     def extend(self, tokens: list[int], hidden_nH: Tensor) -> Tensor:
-        """Run the layer on new rows, add their keys and values to the cache, return its output [n, H]."""
-        cached, new = len(self._keys_Lgd), len(tokens)
+        """Run the layers on new rows, add their keys and values to the cache; return what a next step takes [n, H]."""
+        cached, new = len(self._keys[0]), len(tokens)
         visible = torch.ones(new, cached + new, dtype=torch.bool, device=hidden_nH.device).tril(cached)
         return self._run(tokens, hidden_nH, torch.arange(cached, cached + new, device=hidden_nH.device), visible)
 
     def _run(self, tokens: list[int], hidden_nH: Tensor, positions_n: Tensor, visible_nL: Tensor) -> Tensor:
-        draft, layer = self._draft, self._draft.layer
+        draft = self._draft
         embed_nH = draft.embed_tokens(torch.tensor(tokens, device=hidden_nH.device))
-        input_nW, residual_nH = layer.attention_input(embed_nH, hidden_nH)
         cos, sin = draft.cos_sin(positions_n)
-        self._keys_Lgd = torch.cat([self._keys_Lgd, layer.self_attn.keys(input_nW, cos, sin)])
-        self._values_Lgd = torch.cat([self._values_Lgd, layer.self_attn.values(input_nW)])
-        attended_hnd = scaled_dot_product_attention(
-            layer.self_attn.queries(input_nW, cos, sin).transpose(0, 1),
-            self._keys_Lgd.transpose(0, 1),
-            self._values_Lgd.transpose(0, 1),
-            attn_mask=visible_nL,
-            enable_gqa=True,
-        )
-        return layer.finish(residual_nH, attended_hnd.transpose(0, 1))
+        for number, layer in enumerate(draft.decoder_layers):
+            input_nW, residual_nH = layer.attention_input(embed_nH, hidden_nH)
+            attention = layer.self_attn
+            self._keys[number] = torch.cat([self._keys[number], attention.keys(input_nW, cos, sin)])
+            self._values[number] = torch.cat([self._values[number], attention.values(input_nW)])
+            attended_hnd = scaled_dot_product_attention(
+                attention.queries(input_nW, cos, sin).transpose(0, 1),
+                self._keys[number].transpose(0, 1),
+                self._values[number].transpose(0, 1),
+                attn_mask=visible_nL,
+                enable_gqa=True,
+            )
+            hidden_nH = layer.finish(residual_nH, attended_hnd.transpose(0, 1))
+        return draft.feedback(hidden_nH)
+
+    def _forget_drafts(self) -> None:
+        """Cut the caches back to the confirmed rows."""
+        self._keys = [keys[: self._confirmed] for keys in self._keys]
+        self._values = [values[: self._confirmed] for values in self._values]
 
 
 class _Nodes:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from draftsmith.draft.config import LAYER_KEYS, DraftConfig, rope_keys
+from draftsmith.draft.config import LAYER_KEYS, DraftConfig, layer_values, rope_keys
 from draftsmith.draft.model import Eagle3Draft
 from draftsmith.errors import BadInput
 from draftsmith.files import commit, temporary_name, write_json
@@ -35,6 +35,12 @@ def save_eagle(folder: Path, draft: Eagle3Draft, dtype: torch.dtype) -> None:
             "this draft's residual stream begins from the normed hidden state, which EAGLE's format and SGLang do not "
             "know. Export it as speculators, or train with train.norm_before_residual = false."
         )
+    beyond = [name for name in ("norm_before_fc", "fc_norm", "norm_output", "norms_heads") if getattr(config, name)]
+    if beyond or config.num_layers > 1:
+        raise BadInput(
+            f"this draft has {', '.join([*beyond, f'{config.num_layers} layers'])}, which EAGLE's format and SGLang do "
+            "not know. Export it as speculators."
+        )
     if config.aux_boundaries[0] == 0:
         raise BadInput("aux boundary 0 is the embedding's output, which is no layer's output: SGLang has no id for it")
     tensors = {
@@ -49,9 +55,8 @@ def save_eagle(folder: Path, draft: Eagle3Draft, dtype: torch.dtype) -> None:
 
 
 def _to_json(config: DraftConfig, dtype: str) -> dict[str, Any]:
-    layer = {key: getattr(config.layer, key) for key in LAYER_KEYS}
     return {
-        **layer,
+        **layer_values(config.layer),
         **rope_keys(config.layer),
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": config.draft_vocab_size,

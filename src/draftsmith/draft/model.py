@@ -1,4 +1,4 @@
-"""The EAGLE-3 draft (https://arxiv.org/abs/2503.01840): fc, one Llama layer, norm, lm_head.
+"""The EAGLE-3 draft (https://arxiv.org/abs/2503.01840): fc, one or more Llama or Qwen3 layers, norm, lm_head.
 
 Parameter names are those of the speculators format. Row t takes the token after position t and a hidden state of
 width H: `fc` of the verifier's aux states at t in the first step, the draft's own output later on.
@@ -15,26 +15,28 @@ from draftsmith.draft.vocabulary import DraftVocabulary
 
 
 class DraftAttention(nn.Module):
-    """Projections of the attention; its input is [norm(embedding), norm(hidden)], width 2H."""
+    """Projections of the attention; the first layer's input is [norm(embedding), norm(hidden)], width 2H."""
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: DraftConfig, wide: int) -> None:
         super().__init__()
         layer = config.layer
         self.heads, self.kv_heads = layer.num_attention_heads, layer.num_key_value_heads
         self.head_dim: int = layer.head_dim
-        wide = 2 * config.hidden_size
         self.q_proj = nn.Linear(wide, self.heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(wide, self.kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(wide, self.kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+        norms_heads, eps = config.norms_heads, layer.rms_norm_eps
+        self.q_norm = nn.RMSNorm(self.head_dim, eps) if norms_heads else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_dim, eps) if norms_heads else nn.Identity()
 
     def queries(self, input_nW: Tensor, cos_nd: Tensor, sin_nd: Tensor) -> Tensor:
         """Return rotated queries [n, h, d]."""
-        return rotate(self.q_proj(input_nW).unflatten(-1, (self.heads, self.head_dim)), cos_nd, sin_nd)
+        return rotate(self.q_norm(self.q_proj(input_nW).unflatten(-1, (self.heads, self.head_dim))), cos_nd, sin_nd)
 
     def keys(self, input_nW: Tensor, cos_nd: Tensor, sin_nd: Tensor) -> Tensor:
         """Return rotated keys [n, g, d]."""
-        return rotate(self.k_proj(input_nW).unflatten(-1, (self.kv_heads, self.head_dim)), cos_nd, sin_nd)
+        return rotate(self.k_norm(self.k_proj(input_nW).unflatten(-1, (self.kv_heads, self.head_dim))), cos_nd, sin_nd)
 
     def values(self, input_nW: Tensor) -> Tensor:
         """Return values [n, g, d]."""
@@ -59,20 +61,27 @@ class DraftMLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """The decoder layer in two halves; what the attention attends to is the caller's business."""
+    """A decoder layer in two halves; what the attention attends to is the caller's business.
 
-    def __init__(self, config: DraftConfig) -> None:
+    Only the first one sees the tokens; the others are plain layers.
+    """
+
+    def __init__(self, config: DraftConfig, first: bool) -> None:
         super().__init__()
+        self.first = first
         self.norm_before_residual = config.norm_before_residual
         eps = config.layer.rms_norm_eps
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps)
+        if first:
+            self.hidden_norm = nn.RMSNorm(config.hidden_size, eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps)
-        self.self_attn = DraftAttention(config)
+        self.self_attn = DraftAttention(config, config.hidden_size * (2 if first else 1))
         self.mlp = DraftMLP(config)
 
     def attention_input(self, embed_nH: Tensor, hidden_nH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the attention's input [n, 2H] and the residual stream [n, H]."""
+        """Return the attention's input [n, 2H] ([n, H] beyond the first layer) and the residual stream [n, H]."""
+        if not self.first:
+            return self.input_layernorm(hidden_nH), hidden_nH
         normed_nH = self.hidden_norm(hidden_nH)
         residual_nH = normed_nH if self.norm_before_residual else hidden_nH
         return torch.cat([self.input_layernorm(embed_nH), normed_nH], dim=-1), residual_nH
@@ -97,20 +106,43 @@ class Eagle3Draft(nn.Module):
         hidden = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
         self.embed_tokens.weight.requires_grad_(False)
-        self.fc = nn.Linear(len(config.aux_boundaries) * hidden, hidden, bias=False)
-        self.layers = nn.ModuleList([DraftLayer(config)])
-        self.norm = nn.RMSNorm(hidden, config.layer.rms_norm_eps)
+        wide, eps = len(config.aux_boundaries) * hidden, config.layer.rms_norm_eps
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(wide, eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(hidden, eps) for _ in config.aux_boundaries)
+        self.fc = nn.Linear(wide, hidden, bias=False)
+        self.layers = nn.ModuleList(DraftLayer(config, number == 0) for number in range(config.num_layers))
+        self.norm = nn.RMSNorm(hidden, eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", vocabulary.d2t)
         self.register_buffer("t2d", vocabulary.t2d)
         self._rope = LlamaRotaryEmbedding(config.layer)
 
     @property
-    def layer(self) -> DraftLayer:
-        """The one decoder layer."""
-        layer = self.layers[0]
-        assert isinstance(layer, DraftLayer)
-        return layer
+    def decoder_layers(self) -> list[DraftLayer]:
+        """The decoder layers in order."""
+        return [layer for layer in self.layers if isinstance(layer, DraftLayer)]
+
+    def fuse(self, aux_nA: Tensor) -> Tensor:
+        """Return the first step's hidden states [n, H] from the verifier's aux states [n, A*H], side by side."""
+        if self.config.norm_before_fc:
+            aux_nA = self.input_norm(aux_nA)
+        if self.config.fc_norm:
+            parts = aux_nA.chunk(len(self.fc_norm), dim=-1)
+            aux_nA = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        hidden_nH: Tensor = self.fc(aux_nA)
+        return hidden_nH
+
+    def feedback(self, hidden_nH: Tensor) -> Tensor:
+        """Return what the next step takes of the last layer's output [n, H]."""
+        fed_nH: Tensor = self.norm(hidden_nH) if self.config.norm_output else hidden_nH
+        return fed_nH
+
+    def output(self, fed_nH: Tensor) -> Tensor:
+        """Return what `lm_head` takes of `feedback` [n, H]."""
+        normed_nH: Tensor = fed_nH if self.config.norm_output else self.norm(fed_nH)
+        return normed_nH
 
     @property
     def vocabulary(self) -> DraftVocabulary:

@@ -5,12 +5,15 @@ Shapes: P prefix rows, n rows of a step, m rows with a loss, H width, A aux boun
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from draftsmith.draft.attention import attend, plan_blocks
-from draftsmith.draft.model import Eagle3Draft
-from draftsmith.draft.rows import RowPlan
+from draftsmith.draft.model import DraftLayer, Eagle3Draft
+from draftsmith.draft.rows import Ints, RowPlan
+
+CosSin = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -22,51 +25,78 @@ class Pack:
     plan: RowPlan
 
 
+class _LayerCache:
+    """A layer's keys and values: of all prefix rows at step 0, and of each row's own later steps."""
+
+    def __init__(self, layer: DraftLayer) -> None:
+        self._layer = layer
+        self._own_keys: list[Tensor] = []
+        self._own_values: list[Tensor] = []
+
+    def step_0(self, hidden_PH: Tensor, embed_PH: Tensor, cos_sin_P: CosSin, rows: Ints, first: Ints) -> Tensor:
+        """Keep the prefix rows' keys and values; return the layer's output [n, H] at `rows`."""
+        layer, attention = self._layer, self._layer.self_attn
+        input_PW, residual_PH = layer.attention_input(embed_PH, hidden_PH)
+        self._keys, self._values = attention.keys(input_PW, *cos_sin_P), attention.values(input_PW)
+        if len(rows) < len(hidden_PH):
+            rows_n = torch.from_numpy(rows).to(hidden_PH.device)
+            input_PW, residual_PH = input_PW.index_select(0, rows_n), residual_PH.index_select(0, rows_n)
+            cos_sin_P = (cos_sin_P[0].index_select(0, rows_n), cos_sin_P[1].index_select(0, rows_n))
+        return self._attend(input_PW, residual_PH, cos_sin_P, rows, first)
+
+    def later_step(
+        self, hidden_nH: Tensor, embed_nH: Tensor, cos_sin_n: CosSin, still_n: Tensor, rows: Ints, first: Ints
+    ) -> Tensor:
+        """Go on with the rows `still_n` of the step before; return the layer's output [n, H]."""
+        attention = self._layer.self_attn
+        input_nW, residual_nH = self._layer.attention_input(embed_nH, hidden_nH)
+        keys, values = attention.keys(input_nW, *cos_sin_n), attention.values(input_nW)
+        self._own_keys = [earlier.index_select(0, still_n) for earlier in self._own_keys] + [keys]
+        self._own_values = [earlier.index_select(0, still_n) for earlier in self._own_values] + [values]
+        return self._attend(input_nW, residual_nH, cos_sin_n, rows, first)
+
+    def _attend(self, input_nW: Tensor, residual_nH: Tensor, cos_sin_n: CosSin, rows: Ints, first: Ints) -> Tensor:
+        attended_nhd = attend(
+            self._layer.self_attn.queries(input_nW, *cos_sin_n),
+            self._keys,
+            self._values,
+            self._stacked(self._own_keys, len(rows)),
+            self._stacked(self._own_values, len(rows)),
+            plan_blocks(rows, first, input_nW.device),
+        )
+        return self._layer.finish(residual_nH, attended_nhd)
+
+    def _stacked(self, own: list[Tensor], rows: int) -> Tensor:
+        """Stack the rows' own keys or values of all steps so far: [n, s, g, d]."""
+        return torch.stack(own, dim=1) if own else self._keys.new_empty(rows, 0, *self._keys.shape[1:])
+
+
 def unroll(draft: Eagle3Draft, pack: Pack) -> list[Tensor]:
     """Return, for each step, the normed hidden states [m, H] of its rows with a loss."""
-    plan, layer, device = pack.plan, draft.layer, draft.fc.weight.device
-    attention = layer.self_attn
+    plan, device = pack.plan, draft.fc.weight.device
     token_after_P = torch.from_numpy(plan.prefix + 1).to(device)
     position_P = torch.from_numpy(plan.position).to(device)
+    caches = [_LayerCache(layer) for layer in draft.decoder_layers]
+    every_row = np.arange(len(plan.prefix))
 
-    def embedded(rows_n: Tensor, step: int) -> Tensor:
-        embed_nH: Tensor = draft.embed_tokens(pack.input_ids[token_after_P[rows_n] + step])
-        return embed_nH
-
-    every_row_P = torch.arange(len(plan.prefix), device=device)
-    input_PW, residual_PH = layer.attention_input(embedded(every_row_P, 0), draft.fc(pack.aux))
-    cos_sin_P = draft.cos_sin(position_P)
-    prefix_keys, prefix_values = attention.keys(input_PW, *cos_sin_P), attention.values(input_PW)
-
-    own_keys: list[Tensor] = []
-    own_values: list[Tensor] = []
-    hidden_nH = torch.empty(0)
+    hidden_nH = draft.fuse(pack.aux)
     losses_from: list[Tensor] = []
     for k, step in enumerate(plan.steps):
-        rows_n = torch.from_numpy(step.rows).to(device)
-        cos, sin = draft.cos_sin(position_P[rows_n] + k)
         if k == 0:
-            input_nW, residual_nH = input_PW.index_select(0, rows_n), residual_PH.index_select(0, rows_n)
+            embed_PH = draft.embed_tokens(pack.input_ids[token_after_P])
+            cos_sin_P = draft.cos_sin(position_P)
+            for cache in caches:
+                # A layer below the last one owes its output to the keys of the next: for every prefix row.
+                rows = step.rows if cache is caches[-1] else every_row
+                hidden_nH = cache.step_0(hidden_nH, embed_PH, cos_sin_P, rows, plan.first)
         else:
+            rows_n = torch.from_numpy(step.rows).to(device)
             still_n = torch.from_numpy(step.from_previous).to(device)
-            input_nW, residual_nH = layer.attention_input(embedded(rows_n, k), hidden_nH.index_select(0, still_n))
-            own_keys = [keys.index_select(0, still_n) for keys in own_keys] + [attention.keys(input_nW, cos, sin)]
-            own_values = [values.index_select(0, still_n) for values in own_values] + [attention.values(input_nW)]
-        attended_nhd = attend(
-            attention.queries(input_nW, cos, sin),
-            prefix_keys,
-            prefix_values,
-            _stacked(own_keys, prefix_keys, len(rows_n)),
-            _stacked(own_values, prefix_values, len(rows_n)),
-            plan_blocks(step.rows, plan.first, device),
-        )
-        hidden_nH = layer.finish(residual_nH, attended_nhd)
-        losses_from.append(draft.norm(hidden_nH.index_select(0, torch.from_numpy(step.loss_rows).to(device))))
+            embed_nH = draft.embed_tokens(pack.input_ids[token_after_P[rows_n] + k])
+            cos_sin_n = draft.cos_sin(position_P[rows_n] + k)
+            hidden_nH = hidden_nH.index_select(0, still_n)
+            for cache in caches:
+                hidden_nH = cache.later_step(hidden_nH, embed_nH, cos_sin_n, still_n, step.rows, plan.first)
+        hidden_nH = draft.feedback(hidden_nH)
+        losses_from.append(draft.output(hidden_nH.index_select(0, torch.from_numpy(step.loss_rows).to(device))))
     return losses_from
-
-
-def _stacked(own: list[Tensor], like_Pgd: Tensor, rows: int) -> Tensor:
-    """Stack the rows' own keys or values of all steps so far: [n, s, g, d]."""
-    if own:
-        return torch.stack(own, dim=1)
-    return like_Pgd.new_empty(rows, 0, *like_Pgd.shape[1:])

@@ -32,7 +32,12 @@ def warm_draft(
     ):
         if found != wanted:
             raise BadInput(f"{where}: cannot start from this head: its {what} is {found}, wanted {wanted}")
-    own = replace(config, layer=theirs.layer, norm_before_residual=theirs.norm_before_residual)
+    own = replace(
+        theirs,
+        draft_vocab_size=config.draft_vocab_size,
+        verifier_name=config.verifier_name,
+        verifier_architectures=config.verifier_architectures,
+    )
     draft = Eagle3Draft(own, vocabulary)
     rows_DH = head_rows_DH.clone()
     known = earlier.t2d[vocabulary.token_ids]

@@ -200,5 +200,5 @@ def _forward_findings(head: Eagle3Draft, checkpoint: Eagle3Draft, stored: dict[s
 
 
 def _hidden(draft: Eagle3Draft, tokens: list[int], aux_nA: Tensor) -> Tensor:
-    normed_nH: Tensor = draft.norm(DraftDecoder(draft).extend(tokens, draft.fc(aux_nA)))
+    normed_nH: Tensor = draft.output(DraftDecoder(draft).extend(tokens, draft.fuse(aux_nA)))
     return normed_nH
