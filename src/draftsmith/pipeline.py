@@ -4,6 +4,7 @@ Each stage writes one folder in `run_dir`: samples/, store/, checkpoint/, evalua
 record into store/. A stage is up to date if its folder is finished and was made from the same recipe and inputs.
 """
 
+import os
 from dataclasses import dataclass
 from difflib import unified_diff
 from functools import cached_property
@@ -16,7 +17,7 @@ from draftsmith.conversations.sources import RowReport, read_rows, source_files
 from draftsmith.conversations.template import ChatTemplate
 from draftsmith.errors import BadInput
 from draftsmith.evaluate.agreement import compare
-from draftsmith.evaluate.run import RESULT, held_out_prompts, run_evaluate
+from draftsmith.evaluate.run import RESULT, held_out_prompts, measured_acceptance, run_evaluate
 from draftsmith.evaluate.server import evaluate_on_vllm
 from draftsmith.extract.run import VLLM_LOG, run_extract
 from draftsmith.files import hash_file, hash_json
@@ -135,7 +136,7 @@ class Pipeline:
         inputs: dict[str, Any] = {"store": self._data_hash}
         if self.recipe.data.path:
             inputs["data"] = self.recipe.data.model_dump(mode="json", exclude={"path"})
-        left_out = {"accept_unvalidated", "checkpoint_steps", "warm_start"}
+        left_out = {"accept_unvalidated", "checkpoint_steps", "warm_start", "tensorboard"}
         settings = self.recipe.train.model_dump(mode="json", exclude=left_out)
         if self.recipe.train.warm_start:
             inputs["warm_start"] = _head_hash(Path(self.recipe.train.warm_start))
@@ -171,6 +172,8 @@ class Pipeline:
         if stage == "validate":
             return self._validate()
         folder: StageFolder = getattr(self, _FOLDERS[stage])
+        if self.redo == "always" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise BadInput(f"--redo does not go with several processes; delete {folder.path} first")
         if self.redo == "always" or (self.redo == "stale" and not folder.is_usable()):
             folder.remove()
         if folder.state() == "done":
@@ -188,7 +191,9 @@ class Pipeline:
             case "extract":
                 return run_extract(folder, run_dir / "samples", self.facts, recipe.extract, recipe.verifier)
             case "train":
-                return run_train(folder, self.source(), self.facts, recipe.train, recipe.verifier, recipe.seed)
+                return run_train(
+                    folder, self.source(), self.facts, recipe.train, recipe.verifier, recipe.seed, measured_acceptance
+                )
             case "evaluate":
                 return run_evaluate(
                     folder,

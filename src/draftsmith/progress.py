@@ -25,6 +25,9 @@ class _Rate(ProgressColumn):
         return Text(f"{done / elapsed:,.0f} {self._unit}/s" if done and elapsed else "")
 
 
+_open: list["Meter"] = []
+
+
 class Meter:
     """Counts finished units; `note` is shown beside the rate."""
 
@@ -34,7 +37,9 @@ class Meter:
         self._began = self._last_line = time.monotonic()
         console = Console(stderr=True)
         self._bar: Progress | None = None
-        if console.is_terminal:
+        self._is_inner = bool(_open)  # of two at once only the outer one is shown
+        _open.append(self)
+        if console.is_terminal and not self._is_inner:
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=30),
@@ -52,7 +57,7 @@ class Meter:
         self._done += units
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done, note=note)
-        elif time.monotonic() - self._last_line >= PLAIN_LINE_SECONDS:
+        elif not self._is_inner and time.monotonic() - self._last_line >= PLAIN_LINE_SECONDS:
             self._print_line(note)
 
     def _print_line(self, note: str) -> None:
@@ -68,6 +73,7 @@ class Meter:
 
     def close(self) -> None:
         """Stop the bar."""
+        _open.remove(self)
         if self._bar is not None:
             self._bar.stop()
 

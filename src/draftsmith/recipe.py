@@ -127,6 +127,17 @@ class TrainRecipe(_Section):
     step_weights: list[float] = Field(
         [1.0, 1.0, 1.0], min_length=1, description="loss weight of each unroll step; its length is K"
     )
+    objective: Literal["kl", "ce", "tv", "lk"] = Field(
+        "kl", description="KL, cross-entropy with the likeliest token, total variation, or its logarithm (LK)"
+    )
+    out_of_vocabulary: Literal["keep", "drop"] = Field(
+        "keep", description="targets whose token the draft cannot propose: learn the rest of q there, or leave out"
+    )
+    layers: int = Field(1, ge=1, description="decoder layers of the draft")
+    layer_type: Literal["llama", "qwen3"] = Field("llama", description="qwen3: queries and keys are normed per head")
+    norm_before_fc: bool = Field(False, description="norm the aux states, all together, before fc")
+    fc_norm: bool = Field(False, description="norm each aux state before fc (EAGLE-3.1)")
+    norm_output: bool = Field(False, description="feed back the output behind the final norm (EAGLE-3.1)")
     norm_before_residual: bool = Field(
         True, description="the layer's residual stream starts from the normed hidden state"
     )
@@ -135,7 +146,8 @@ class TrainRecipe(_Section):
     epochs: int = Field(3, ge=1, description="passes over the train split")
     pack_tokens: int = Field(2048, ge=8, description="tokens packed into one forward")
     packs_per_step: int = Field(1, ge=1, description="packs per optimizer step (gradient accumulation)")
-    lr: float = Field(1e-3, gt=0.0, description="peak learning rate of AdamW")
+    optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: for the layers' matrices; AdamW elsewhere")
+    lr: float = Field(1e-3, gt=0.0, description="peak learning rate")
     min_lr_share: float = Field(0.05, ge=0.0, le=1.0, description="the cosine ends at this share of lr")
     warmup_share: float = Field(0.05, ge=0.0, lt=1.0, description="share of all steps with rising lr")
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW moments")
@@ -143,6 +155,16 @@ class TrainRecipe(_Section):
     clip_norm: float = Field(1.0, gt=0.0, description="largest gradient norm")
     accept_unvalidated: bool = Field(False, description="true: train on a store that validation has not passed")
     checkpoint_steps: int = Field(100, ge=1, description="optimizer steps between checkpoints")
+    precision: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="of matrix products, masters stay float32; auto: float32 on CPU, bfloat16 on GPU"
+    )
+    shard: bool = Field(False, description="true: FSDP2 in place of DDP, for drafts that fill a device")
+    measure_steps: int = Field(
+        0, ge=0, description="steps between measurements of held-out acceptance; 0: after each epoch"
+    )
+    measure_samples: int = Field(32, ge=0, description="held-out samples measured; 0: none, the last checkpoint counts")
+    patience: int = Field(0, ge=0, description="stop after so many measurements without a better one; 0: never")
+    tensorboard: bool = Field(False, description="write TensorBoard events too (needs the extra tensorboard)")
 
 
 class EvaluateRecipe(_Section):

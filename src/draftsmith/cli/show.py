@@ -126,8 +126,21 @@ def _show_train(counts: dict[str, Any], console: Console) -> None:
     _line(
         console,
         f"  draft vocabulary {counts['draft_vocab_size']:,} covers {counts['vocabulary_coverage']:.2%} of the "
-        f"supervised tokens; {counts['trained_parameters'] / 1e6:.1f} M trained parameters",
+        f"supervised tokens; {counts['trained_parameters'] / 1e6:.1f} M trained parameters; packs are "
+        f"{counts['pack_fill']:.1%} full",
     )
+
+    if counts.get("best"):
+        best = counts["best"]
+        _line(
+            console,
+            f"  best on held-out samples: acceptance length {best['acceptance_length']:.3f} after step {best['step']:,}"
+            + (f"; stopped early, {counts['planned_steps']:,} steps planned" if _stopped_early(counts) else ""),
+        )
+
+
+def _stopped_early(counts: dict[str, Any]) -> bool:
+    return bool(counts["steps"] < counts["planned_steps"])
 
 
 def _show_evaluate(result: dict[str, Any], console: Console) -> None:

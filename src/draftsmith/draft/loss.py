@@ -46,16 +46,18 @@ def unroll_loss(
     targets_in_batch: int,
     chunk_targets: int | None = None,
     objective: ObjectiveName = "kl",
+    precision: torch.dtype = torch.float32,
 ) -> tuple[Tensor, StepSums]:
     """Return the scalar loss and the sums per step.
 
     `step_rows` are the unroll's normed states [m_k, H], `target_JH` the last states (boundary N) at the plan's
-    targets, `head` the verifier's head restricted to the draft vocabulary (`VerifierHead.rows`).
+    targets, `head` the verifier's head restricted to the draft vocabulary (`VerifierHead.rows`). The draft's products
+    are made in `precision`, softmax, loss and sums in float32 or more.
     """
     steps = len(step_rows)
     if chunk_targets is None:
         chunk_targets = max(16, CHUNK_BYTES // (4 * lm_head_DH.shape[0] * steps))
-    rows_MH = torch.cat(step_rows)
+    rows_MH = torch.cat(step_rows).to(precision)
     sums = torch.zeros(2, steps, dtype=torch.float64, device=rows_MH.device)
     weights = [weight / targets_in_batch for weight in step_weights]
     loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
@@ -83,28 +85,32 @@ class _ChunkedLoss(torch.autograd.Function):
         needs_rows, needs_head = ctx.needs_input_grad[:2]
         grad_rows = torch.empty_like(rows_MH) if needs_rows else None
         grad_head = torch.zeros_like(lm_head_DH) if needs_head else None
+        head_DH = lm_head_DH.to(rows_MH.dtype)
         for start in range(0, len(target_JH), chunk_targets):
             stop = min(start + chunk_targets, len(target_JH))
             targets = Targets.of(head.logits(target_JH[start:stop]))
             for k, (rows, local) in enumerate(_rows_of_chunk(plan, start, stop, rows_MH.device)):
                 h, aimed = rows_MH[rows], targets[local]
-                logits = h @ lm_head_DH.T
+                logits = (h @ head_DH.T).float()
                 # Equal to comparing the most likely tokens, but a maximum is several times cheaper than its place.
                 sums[1, k] += (logits.gather(-1, aimed.best[:, None])[:, 0] >= logits.amax(-1)).sum()
                 losses, grad_logits = objective(logits, aimed)
+                grad_logits = grad_logits.to(h.dtype)
                 sums[0, k] += losses.sum().double()
                 if grad_rows is not None:
-                    grad_rows[rows] = (grad_logits @ lm_head_DH).mul_(weights[k])
-                if grad_head is not None:
+                    grad_rows[rows] = (grad_logits @ head_DH).mul_(weights[k])
+                if grad_head is not None and grad_head.dtype == h.dtype:
                     grad_head.addmm_(grad_logits.T, h, alpha=weights[k])
+                elif grad_head is not None:
+                    grad_head.add_(grad_logits.T @ h, alpha=weights[k])
         ctx.save_for_backward(*(grad for grad in (grad_rows, grad_head) if grad is not None))
         ctx.has = (grad_rows is not None, grad_head is not None)
-        return (sums[0] @ sums.new_tensor(weights)).to(rows_MH.dtype)
+        return (sums[0] @ sums.new_tensor(weights)).float()
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         saved = list(ctx.saved_tensors)
-        grads = [saved.pop(0) * grad_loss if has else None for has in ctx.has]
+        grads = [(part := saved.pop(0)) * grad_loss.to(part.dtype) if has else None for has in ctx.has]
         return *grads, None, None, None, None, None, None, None
 
 

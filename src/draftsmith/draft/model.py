@@ -157,6 +157,7 @@ class Eagle3Draft(nn.Module):
 
 def rotate(x_nhd: Tensor, cos_nd: Tensor, sin_nd: Tensor) -> Tensor:
     """Rotate the two halves of each head by the position's angles (Llama's convention)."""
+    cos_nd, sin_nd = cos_nd.to(x_nhd.dtype), sin_nd.to(x_nhd.dtype)
     half = x_nhd.shape[-1] // 2
     turned = torch.cat([-x_nhd[..., half:], x_nhd[..., :half]], dim=-1)
     return x_nhd * cos_nd[:, None] + turned * sin_nd[:, None]

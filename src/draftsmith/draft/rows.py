@@ -23,10 +23,14 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 
 
-def target_positions(loss_mask: npt.NDArray[np.uint8]) -> Ints:
-    """Return the targets j >= 1 of one sample: tokens j and j+1 are supervised."""
+Bools = npt.NDArray[np.bool_]
+
+
+def target_positions(loss_mask: npt.NDArray[np.uint8], kept: Bools | None = None) -> Ints:
+    """Return the targets j >= 1 of one sample: tokens j and j+1 are supervised, and j+1 is `kept` [T], if given."""
     mask = loss_mask.astype(bool)
-    targets = np.flatnonzero(mask[:-1] & mask[1:])
+    predicted = mask if kept is None else mask & kept
+    targets = np.flatnonzero(mask[:-1] & predicted[1:])
     return targets[targets >= 1]
 
 
@@ -59,8 +63,8 @@ class RowPlan:
     steps: list[StepRows]
 
 
-def plan_rows(loss_masks: list[npt.NDArray[np.uint8]], steps: int) -> RowPlan:
-    """Plan `steps` unroll steps over samples with the given loss masks."""
+def plan_rows(loss_masks: list[npt.NDArray[np.uint8]], steps: int, kept: list[Bools] | None = None) -> RowPlan:
+    """Plan `steps` unroll steps over samples with the given loss masks; `kept` as in `target_positions`."""
     prefix: list[Ints] = []
     position: list[Ints] = []
     first: list[Ints] = []
@@ -68,8 +72,8 @@ def plan_rows(loss_masks: list[npt.NDArray[np.uint8]], steps: int) -> RowPlan:
     rows_of_target: list[Ints] = []
     starts: list[Ints] = []
     token, row = 0, 0
-    for mask in loss_masks:
-        local = target_positions(mask)
+    for number, mask in enumerate(loss_masks):
+        local = target_positions(mask, kept[number] if kept is not None else None)
         if len(local):
             length = int(local[-1])  # the last active row is j-1 of the last target
             prefix.append(np.arange(token, token + length))

@@ -15,7 +15,7 @@ from draftsmith.interop.source import SamplePlace, Source
 from draftsmith.recipe import EvaluateRecipe, VerifierRecipe
 from draftsmith.store.manifest import StageFolder
 from draftsmith.verifier.facts import VerifierFacts
-from draftsmith.verifier.head import read_head
+from draftsmith.verifier.head import VerifierHead, read_head
 from draftsmith.verifier.run import choose_device, load_verifier
 from draftsmith.verifier.tokens import end_of_turn_ids, load_tokenizer
 
@@ -62,6 +62,17 @@ def run_evaluate(
     write_json(folder.path / RESULT, result)
     folder.finish({"samples": len(held_out), "prompts": recipe.prompts}, [RESULT])
     return result
+
+
+def measured_acceptance(
+    source: Source, places: list[SamplePlace], draft: Eagle3Draft, head: VerifierHead, positions: int
+) -> dict[str, Any]:
+    """Return a draft's acceptance on some samples, for chains of `positions`."""
+    found = offline_acceptance(source, places, draft, head, positions)
+    return {
+        "acceptance_length": round(found.acceptance_length(positions), 5),
+        "conditional_acceptance": [round(share, 5) for share in found.conditional],
+    }
 
 
 def _decode(

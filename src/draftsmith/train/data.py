@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.draft.rows import plan_rows
+from draftsmith.draft.rows import Bools, plan_rows
 from draftsmith.draft.unroll import Pack
 from draftsmith.interop.source import SamplePlace, Source
 
@@ -25,9 +25,15 @@ class TrainingPack:
     tokens: int
 
 
-def load_pack(source: Source, places: list[SamplePlace], steps: int, device: torch.device) -> TrainingPack:
-    """Read some samples and lay them end to end, with the rows planned for `steps` unroll steps."""
-    plan = plan_rows([place.loss_mask for place in places], steps)
+def load_pack(
+    source: Source, places: list[SamplePlace], steps: int, device: torch.device, kept_V: Bools | None = None
+) -> TrainingPack:
+    """Read some samples and lay them end to end, with the rows planned for `steps` unroll steps.
+
+    With `kept_V` only those tokens are learnt (of all the verifier's).
+    """
+    kept = None if kept_V is None else [kept_V[place.input_ids] for place in places]
+    plan = plan_rows([place.loss_mask for place in places], steps, kept)
     stored = [source.read(place) for place in places]
     starts = np.cumsum([0] + [len(place) for place in places])
     aux, targets = [], []
@@ -48,17 +54,21 @@ def load_pack(source: Source, places: list[SamplePlace], steps: int, device: tor
 def load_ahead(
     source: Source,
     places: list[SamplePlace],
-    steps: list[list[list[int]]],
+    steps: list[list[list[int] | None]],
     unroll_steps: int,
     device: torch.device,
-) -> Iterator[list[TrainingPack]]:
-    """Yield the packs of each step; a thread reads the next ones meanwhile."""
+    kept_V: Bools | None = None,
+) -> Iterator[list[TrainingPack | None]]:
+    """Yield the packs of each step (None for None); a thread reads the next ones meanwhile."""
 
-    def load(step: list[list[int]]) -> list[TrainingPack]:
-        return [load_pack(source, [places[i] for i in members], unroll_steps, device) for members in step]
+    def load(step: list[list[int] | None]) -> list[TrainingPack | None]:
+        return [
+            None if members is None else load_pack(source, [places[i] for i in members], unroll_steps, device, kept_V)
+            for members in step
+        ]
 
     with ThreadPoolExecutor(1) as reader:
-        pending: list[Future[list[TrainingPack]]] = []
+        pending: list[Future[list[TrainingPack | None]]] = []
         for step in steps:
             pending.append(reader.submit(load, step))
             if len(pending) > READ_AHEAD:
