@@ -67,7 +67,7 @@ def test_without_torch(tmp_path: Path) -> None:
     report = json.loads(text)
     assert (code, report["ok"]) == (1, False)
     assert [line.partition(":")[0] for line in report["lacks"]] == ["torch"]
-    assert "pip install 'torch>=2.6'" in report["lacks"][0]
+    assert "pip install 'torch>=2.9'" in report["lacks"][0]
     assert any(line.startswith("gguf: not found") for line in report["notes"])
     assert report["machine"]["devices"] == []
     assert report["machine"]["disk_free_bytes"] > 0

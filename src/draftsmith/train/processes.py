@@ -56,7 +56,7 @@ class Processes:
         if shard:
             fully_shard(module)
             return module
-        return DistributedDataParallel(module, broadcast_buffers=False)
+        return DistributedDataParallel(module)
 
     def summed(self, values: Tensor) -> Tensor:
         """Return the sum of a tensor over all processes."""
@@ -71,6 +71,15 @@ class Processes:
         values: list[Any] = [None] * self.count
         dist.all_gather_object(values, value)
         return values
+
+    def wait_for_all(self) -> None:
+        """Return when every process has come here; the last thing a run asks of the others.
+
+        A barrier holds no tensors. Gloo's thread may free a finished work's tensors only with the interpreter's lock;
+        if the group is torn down at that moment by a thread that has the lock, both wait for ever.
+        """
+        if self.count > 1:
+            dist.barrier()
 
     def from_first(self, value: Any) -> Any:
         """Return the first process's value."""

@@ -116,7 +116,7 @@ def run_train(
         if processes.first:
             files = [str(path.relative_to(folder.path)) for path in chosen.rglob("*") if path.is_file()]
             folder.finish(counts, files)
-        processes.gathered(None)  # nobody leaves before the folder is finished
+        processes.wait_for_all()  # nobody leaves before the folder is finished
     return counts
 
 
