@@ -40,7 +40,7 @@ def test_greedy_trees_give_the_verifiers_own_tokens(
         prompt = [*PROMPT, 30 + start]
         plain = decode_plain(verifier, prompt, 24, [2])
         found = decode_tree(verifier, draft, prompt, 24, [2], shape)
-        assert found.answer.tokens == plain.tokens
+        assert found.tokens == plain.tokens
         assert len(found.origins) == len(plain.tokens)
 
 
@@ -48,7 +48,7 @@ def test_wider_trees_accept_more(models: tuple[RunningVerifier, Eagle3Draft]) ->
     verifier, draft = models
 
     def accepted(shape: TreeShape) -> int:
-        answers = [decode_tree(verifier, draft, [*PROMPT, 30 + i], 24, [2], shape).answer for i in range(6)]
+        answers = [decode_tree(verifier, draft, [*PROMPT, 30 + i], 24, [2], shape) for i in range(6)]
         return sum(n for answer in answers for n, _ in answer.rounds) * 1000 // sum(len(a.rounds) for a in answers)
 
     assert accepted(TreeShape(3, 8, 60)) > accepted(TreeShape(3, 1, 3))
@@ -131,7 +131,7 @@ def test_sampled_answers_have_the_verifiers_distribution(models: tuple[RunningVe
     generator = torch.Generator().manual_seed(0)
     counts: dict[int, dict[int, int]] = {}
     for _ in range(1500):
-        found = decode_tree(verifier, draft, PROMPT, 2, [], TreeShape(2, 2, 4), 0.4, generator).answer.tokens
+        found = decode_tree(verifier, draft, PROMPT, 2, [], TreeShape(2, 2, 4), 0.4, generator).tokens
         counts.setdefault(found[0], {}).setdefault(found[1], 0)
         counts[found[0]][found[1]] += 1
     first = max(counts, key=lambda token: sum(counts[token].values()))

@@ -174,6 +174,16 @@ class EvaluateRecipe(_Section):
     prompts: int = Field(8, ge=0, description="held-out prompts decoded for real; 0 leaves it out")
     max_new_tokens: int = Field(64, ge=2, description="tokens decoded per prompt")
     draft_lengths: list[int] = Field([1, 2, 3, 4, 5], min_length=1, description="chain lengths to try")
+    tree: list[int] = Field(
+        [], description="[depth, top-k, total tokens] of a tree of drafts to decode besides; empty: chains only"
+    )
+
+    @field_validator("tree")
+    @classmethod
+    def _shape(cls, value: list[int]) -> list[int]:
+        if value and (len(value) != 3 or min(value) < 1):
+            raise ValueError("wanted three numbers from 1 on: depth, top-k, total tokens")
+        return value
 
     @field_validator("draft_lengths")
     @classmethod

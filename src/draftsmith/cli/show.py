@@ -172,22 +172,23 @@ def _show_decoding(real: dict[str, Any], console: Console) -> None:
     table = Table(title=f"greedy decoding of {real['prompts']} held-out prompts", title_justify="left")
     for column in ("draft length", "acceptance length", "tokens/s", "speed-up", "same answers"):
         table.add_column(column, justify="right")
-    for method in real["methods"]:
+    methods = [*real["methods"], *([real["tree"]] if "tree" in real else [])]
+    for method in methods:
         length = method["draft_length"]
         table.add_row(
-            str(length) if length else "plain",
+            _method(method),
             _number(method["acceptance_length"]) if length else "",
             f"{method['tokens_per_second']:.1f}",
             f"{method['speed_up']:.2f}",
             f"{method['identical_answers']}/{real['prompts']}" if length else "",
         )
     console.print(table)
-    for method in real["methods"]:
+    for method in methods:
         for difference in method["differences"]:
             cause = "a tie within rounding" if difference["rounding_tie"] else "[red]NOT a rounding tie[/red]"
             _line(
                 console,
-                f"  draft length {method['draft_length']}, {difference['prompt']}: differs from token "
+                f"  draft length {_method(method)}, {difference['prompt']}: differs from token "
                 f"{difference['token']} on, where the two best logits are {difference['logit_gap']:.1e} apart: {cause}",
             )
     best = real["fastest_draft_length"]
@@ -226,6 +227,13 @@ def show_server(result: dict[str, Any], console: Console) -> None:
         _line(console, f"  training and serving {verdict}: acceptance length {lengths}")
         for advice in agreement["look_at"]:
             _line(console, f"    look at {advice}", markup=False)
+
+
+def _method(method: dict[str, Any]) -> str:
+    if "tree" in method:
+        shape = method["tree"]
+        return f"tree {shape['depth']}/{shape['width']}/{shape['total']}"
+    return str(method["draft_length"] or "plain")
 
 
 def _line(console: Console, text: str, markup: bool = True) -> None:

@@ -60,6 +60,10 @@ def evaluate(
     prompts: Annotated[
         list[Path] | None, typer.Option(help="With --server: files of rows in place of the held-out prompts.")
     ] = None,
+    tree: Annotated[
+        bool,
+        typer.Option("--tree", help="Decode with a tree of drafts too: evaluate.tree, or depth 6, top 10, 60 tokens."),
+    ] = False,
     redo: Redo = False,
     as_json: AsJson = False,
 ) -> None:
@@ -68,6 +72,8 @@ def evaluate(
     Example: draftsmith evaluate recipe.toml --server vllm --set verifier.vllm_python=/opt/vllm/bin/python
     """
     if server is None:
+        if tree:
+            assign = [*(assign or []), *_tree_assignment(recipe, assign)]
         _run("evaluate", recipe, assign, redo, as_json)
         return
     result = open_pipeline(recipe, assign, "never").evaluate_on_vllm(prompts or [])
@@ -97,6 +103,13 @@ def open_pipeline(recipe: Path, assign: list[str] | None, redo: Literal["never",
     from draftsmith.pipeline import Pipeline
 
     return Pipeline(loaded, redo)
+
+
+def _tree_assignment(recipe: Path, assign: list[str] | None) -> list[str]:
+    """Return what turns tree decoding on: nothing where the recipe does so itself."""
+    from draftsmith.recipe import load_recipe
+
+    return [] if load_recipe(recipe, assign).evaluate.tree else ["evaluate.tree=[6, 10, 60]"]
 
 
 def _run(stage: "StageName", recipe: Path, assign: list[str] | None, redo: bool, as_json: bool) -> "Pipeline":

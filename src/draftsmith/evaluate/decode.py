@@ -15,10 +15,14 @@ from draftsmith.draft.decode import DraftDecoder, Tree
 from draftsmith.draft.model import Eagle3Draft
 from draftsmith.verifier.run import RunningVerifier
 
+VERIFIERS = 0  # the origin of a token that the verifier chose
+
 
 @dataclass(frozen=True)
 class Answer:
     """A decoded answer: its tokens, the seconds it took (prefill included), and the drafts of each round.
+
+    `origins` say how each token came: 0 from the verifier, n as the n-th accepted draft of its round.
 
     `rounds` holds (accepted, emitted) per verifier forward after the prefill; a last round that the token limit
     or the end of turn cut short is not in it. `gaps` are the logit differences between the verifier's best and
@@ -29,6 +33,7 @@ class Answer:
     seconds: float
     rounds: list[tuple[int, int]]
     gaps: list[float]
+    origins: list[int]
 
 
 class CachedVerifier:
@@ -102,7 +107,8 @@ def decode_plain(verifier: RunningVerifier, prompt: list[int], limit: int, end_i
         tops.append(top.values)
         tokens.append(int(top.indices[0]))
     seconds = time.perf_counter() - began
-    return Answer(tokens, seconds, [], [float(best - second) for best, second in tops])
+    gaps = [float(best - second) for best, second in tops]
+    return Answer(tokens, seconds, [], gaps, [VERIFIERS] * len(tokens))
 
 
 @torch.inference_mode()
@@ -124,7 +130,7 @@ def decode_speculative(
         def aux(rows: int) -> Tensor:
             return torch.cat([states[b][0, :rows] for b in boundaries], dim=-1)
 
-        tokens = [int(cached.logits(prompt, last_only=True)[-1].argmax())]
+        tokens, origins = [int(cached.logits(prompt, last_only=True)[-1].argmax())], [VERIFIERS]
         drafter.confirm(prompt[1:] + tokens, aux(len(prompt)))
         while len(tokens) < limit and tokens[-1] not in end_ids:
             chain = drafter.propose(draft_length)
@@ -137,7 +143,8 @@ def decode_speculative(
             if len(kept) == len(new):
                 rounds.append((accepted, len(new)))
             tokens += kept
-    return Answer(tokens, time.perf_counter() - began, rounds, [])
+            origins += [*range(1, accepted + 1), VERIFIERS][: len(kept)]
+    return Answer(tokens, time.perf_counter() - began, rounds, [], origins)
 
 
 def cut_answer(tokens: list[int], limit: int, end_ids: list[int]) -> list[int]:

@@ -9,8 +9,10 @@ from draftsmith.draft.checkpoint import load_draft
 from draftsmith.draft.model import Eagle3Draft
 from draftsmith.errors import BadInput
 from draftsmith.evaluate.offline import offline_acceptance
-from draftsmith.evaluate.real import decode_prompts
-from draftsmith.files import write_json
+from draftsmith.evaluate.page import ShownAnswer, evaluation_page, shown_answers
+from draftsmith.evaluate.real import Decoded, Method, decode_prompts
+from draftsmith.evaluate.tree import TreeShape
+from draftsmith.files import write_json, write_text
 from draftsmith.interop.source import SamplePlace, Source
 from draftsmith.recipe import EvaluateRecipe, VerifierRecipe
 from draftsmith.store.manifest import StageFolder
@@ -19,7 +21,7 @@ from draftsmith.verifier.head import VerifierHead, read_head
 from draftsmith.verifier.run import choose_device, load_verifier
 from draftsmith.verifier.tokens import end_of_turn_ids, load_tokenizer
 
-RESULT = "evaluation.json"
+RESULT, PAGE = "evaluation.json", "evaluation.html"
 
 
 def run_evaluate(
@@ -57,10 +59,13 @@ def run_evaluate(
             "targets_outside_draft_vocabulary": offline.out_of_vocabulary,
         }
     }
+    answers: list[ShownAnswer] = []
     if recipe.prompts:
-        result["real"] = _decode(held_out, draft, facts, recipe, verifier_recipe)
+        result["real"], decoded = _decode(held_out, draft, facts, recipe, verifier_recipe)
+        answers = shown_answers(decoded, load_tokenizer(facts.folder))
     write_json(folder.path / RESULT, result)
-    folder.finish({"samples": len(held_out), "prompts": recipe.prompts}, [RESULT])
+    write_text(folder.path / PAGE, evaluation_page(result, answers, str(draft_folder)))
+    folder.finish({"samples": len(held_out), "prompts": recipe.prompts}, [RESULT, PAGE])
     return result
 
 
@@ -81,22 +86,26 @@ def _decode(
     facts: VerifierFacts,
     recipe: EvaluateRecipe,
     verifier_recipe: VerifierRecipe,
-) -> dict[str, Any]:
-    tokenizer = load_tokenizer(facts.folder)
-    end_ids = end_of_turn_ids(facts.folder, tokenizer)
+) -> tuple[dict[str, Any], Decoded]:
+    end_ids = end_of_turn_ids(facts.folder, load_tokenizer(facts.folder))
     verifier = load_verifier(facts, verifier_recipe)
     prompts = held_out_prompts(held_out, recipe.prompts)
-    results = decode_prompts(verifier, draft, prompts, recipe.max_new_tokens, end_ids, recipe.draft_lengths)
-    fastest = max(results, key=lambda result: float(result["tokens_per_second"]))
+    methods: list[Method] = [*recipe.draft_lengths, *([TreeShape(*recipe.tree)] if recipe.tree else [])]
+    decoded = decode_prompts(verifier, draft, prompts, recipe.max_new_tokens, end_ids, methods)
+    results = [result.as_json() for result in decoded.results]
     plain = results[0]["tokens_per_second"]
     for result in results:
         result["speed_up"] = round(result["tokens_per_second"] / plain, 3)
-    return {
+    chains = [result for result in results if "tree" not in result]
+    figures: dict[str, Any] = {
         "prompts": len(prompts),
-        "methods": results,
-        "fastest_draft_length": fastest["draft_length"],
+        "methods": chains,
+        "fastest_draft_length": max(chains, key=lambda result: float(result["tokens_per_second"]))["draft_length"],
         "lossless": all(difference["rounding_tie"] for result in results for difference in result["differences"]),
     }
+    if recipe.tree:
+        figures["tree"] = results[-1]
+    return figures, decoded
 
 
 def held_out_prompts(held_out: list[SamplePlace], count: int) -> list[tuple[str, list[int]]]:

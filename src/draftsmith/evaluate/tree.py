@@ -15,10 +15,8 @@ from torch import Tensor
 
 from draftsmith.draft.decode import DraftDecoder, Tree
 from draftsmith.draft.model import Eagle3Draft
-from draftsmith.evaluate.decode import Answer, CachedVerifier, cut_answer
+from draftsmith.evaluate.decode import VERIFIERS, Answer, CachedVerifier, cut_answer
 from draftsmith.verifier.run import RunningVerifier
-
-BONUS = 0  # how a token came: 0 from the verifier, n as the n-th accepted draft of its round
 
 
 @dataclass(frozen=True)
@@ -29,13 +27,8 @@ class TreeShape:
     width: int
     total: int
 
-
-@dataclass(frozen=True)
-class TreeAnswer:
-    """An answer, and how each of its tokens came."""
-
-    answer: Answer
-    origins: list[int]
+    def __str__(self) -> str:
+        return f"tree {self.depth}/{self.width}/{self.total}"
 
 
 @torch.inference_mode()
@@ -48,7 +41,7 @@ def decode_tree(
     shape: TreeShape,
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
-) -> TreeAnswer:
+) -> Answer:
     """Decode with a tree of drafts per verifier forward; sampled if `temperature` is above 0."""
     boundaries = draft.config.aux_boundaries
     began = time.perf_counter()
@@ -60,7 +53,7 @@ def decode_tree(
             return torch.cat([states[b][0, rows] for b in boundaries], dim=-1)
 
         first_V = probabilities(cached.logits(prompt, last_only=True), temperature)[-1]
-        tokens, origins = [draw(first_V, generator)], [BONUS]
+        tokens, origins = [draw(first_V, generator)], [VERIFIERS]
         drafter.confirm(prompt[1:] + tokens, aux(list(range(len(prompt)))))
         while len(tokens) < limit and tokens[-1] not in end_ids:
             tree = drafter.propose_tree(shape.depth, shape.width, shape.total)
@@ -74,8 +67,8 @@ def decode_tree(
             if len(kept) == len(new):
                 rounds.append((len(path), len(new)))
             tokens += kept
-            origins += [*range(1, len(path) + 1), BONUS][: len(kept)]
-    return TreeAnswer(Answer(tokens, time.perf_counter() - began, rounds, []), origins)
+            origins += [*range(1, len(path) + 1), VERIFIERS][: len(kept)]
+    return Answer(tokens, time.perf_counter() - began, rounds, [], origins)
 
 
 def walk(tree: Tree, probabilities_nV: Tensor, generator: torch.Generator | None) -> tuple[list[int], int]:
