@@ -13,13 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftsmith.conversations.run import run_prepare
-from draftsmith.conversations.sources import RowReport, read_rows, source_files
-from draftsmith.conversations.template import ChatTemplate
+from draftsmith.conversations.sources import source_files
 from draftsmith.errors import BadInput
-from draftsmith.evaluate.agreement import compare
-from draftsmith.evaluate.run import RESULT, held_out_prompts, measured_acceptance, run_evaluate
-from draftsmith.evaluate.server import evaluate_on_vllm
-from draftsmith.extract.run import VLLM_LOG, run_extract
+from draftsmith.evaluate.run import RESULT, measured_acceptance, run_evaluate
+from draftsmith.extract.run import run_extract
 from draftsmith.files import hash_file, hash_json
 from draftsmith.interop.data import Data
 from draftsmith.interop.export import run_export
@@ -32,17 +29,14 @@ from draftsmith.store.manifest import MANIFEST, STORE_IDENTITY, StageFolder, con
 from draftsmith.store.samples import CHAT_TEMPLATE
 from draftsmith.store.validation import RECORD, read_record, require_passed, write_record
 from draftsmith.train.run import run_train
-from draftsmith.validate.head import validate_head
 from draftsmith.validate.run import Validation, run_validate
 from draftsmith.verifier.facts import VerifierFacts, chat_template, read_facts
 from draftsmith.verifier.locate import locate
-from draftsmith.verifier.tokens import load_tokenizer
 
 StageName = Literal["prepare", "extract", "validate", "train", "evaluate", "export"]
 STAGES: tuple[StageName, ...] = ("prepare", "extract", "validate", "train", "evaluate", "export")
 FORMAT = 1
 _IDENTITY = "identity.json"
-HELD_OUT = "held-out prompts"
 
 
 @dataclass(frozen=True)
@@ -223,57 +217,6 @@ class Pipeline:
             f"{folder}: made with another {', '.join(differing)} than {self.facts.folder} has now. Make it again with "
             "--redo, or use the verifier that made it." + "".join(f"\n  {line}" for line in lines)
         )
-
-    def evaluate_on_vllm(self, prompt_files: list[Path]) -> dict[str, Any]:
-        """Measure the exported head in vLLM: on the held-out prompts, or on files of rows; return the figures.
-
-        On the held-out prompts the figures are compared with those of `evaluate`.
-        """
-        recipe, run_dir = self.recipe, self._run_dir
-        head = Path(recipe.evaluate.head) if recipe.evaluate.head else run_dir / "head"
-        _head_hash(head)
-        values = read_json(head / "config.json").get("speculators_config") or {}
-        named = [method["speculative_tokens"] for method in values.get("proposal_methods", [])]
-        draft_length = recipe.export.speculative_tokens or (named[0] if named else 3)
-        sets = {file.stem: self._prompts_of(file) for file in prompt_files}
-        if not prompt_files:
-            sets = {HELD_OUT: held_out_prompts(self.source().split("validation"), recipe.evaluate.prompts)}
-        log, limit = run_dir / VLLM_LOG, recipe.evaluate.max_new_tokens
-        results = evaluate_on_vllm(head, sets, draft_length, limit, self.facts, recipe.verifier, log)
-        result: dict[str, Any] = {"head": str(head), "draft_length": draft_length, "sets": results}
-        stored = run_dir / "evaluation" / RESULT
-        if not prompt_files and stored.is_file():
-            agreement = compare(read_json(stored), results[0])
-            if not agreement["agrees"]:
-                agreement["look_at"] = [*self._faults_of(head), *agreement["look_at"]]
-            result["agreement"] = agreement
-        return result
-
-    def _faults_of(self, head: Path) -> list[str]:
-        """Return what a look into the head finds, compared with the checkpoint it was exported from."""
-        checkpoint = self._run_dir / "checkpoint"
-        trained = None
-        if (checkpoint / MANIFEST).is_file():
-            trained = checkpoint / str(read_manifest(checkpoint)["counts"]["draft"])
-        report = validate_head(head, self.facts, trained)
-        found = [f"{f['where']}: wanted {f['expected']}; found {f['found']} ({f['code']})" for f in report["findings"]]
-        if trained is not None:
-            dtypes = [read_json(folder / "config.json").get("torch_dtype") for folder in (head, trained)]
-            if dtypes[0] != dtypes[1]:
-                found.append(f"dtype: the head is {dtypes[0]}, the checkpoint {dtypes[1]}")
-        return found
-
-    def _prompts_of(self, file: Path) -> list[tuple[str, list[int]]]:
-        """Return the first prompt of each row of a file, rendered by the chat template."""
-        template = ChatTemplate(load_tokenizer(self.facts.folder), self.recipe.prepare.template_kwargs)
-        rows = read_rows([RowSource(path=str(file))], "stop", RowReport())
-        prompts = []
-        for row in rows[: self.recipe.evaluate.prompts]:
-            first = next((i for i, m in enumerate(row.messages) if m["role"] == "assistant"), len(row.messages))
-            text = template.render(row.messages[:first], generation_prompt=True, tools=row.tools)
-            ids = template.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
-            prompts.append((row.id, ids))
-        return prompts
 
     def _validate(self) -> Outcome:
         data, recipe = self.data, self.recipe.validate_

@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from draftsmith.evaluate.server_page import difference_text
 from draftsmith.pipeline import Outcome
 
 PLACES = 3  # shown of each code
@@ -196,37 +197,34 @@ def _show_decoding(real: dict[str, Any], console: Console) -> None:
 
 
 def show_server(result: dict[str, Any], console: Console) -> None:
-    """Print what a server measured, and whether it agrees with `evaluate`."""
-    _line(console, f"{result['head']} in vLLM, draft length {result['draft_length']}")
-    table = Table(title="acceptance and speed in the server", title_justify="left")
-    for column in ("prompts", "acceptance length", "by position", "tokens/s plain", "with head", "speed-up", "same"):
-        table.add_column(column, justify="left" if column == "prompts" else "right")
+    """Print what a server measured, three ways, and what to look at."""
+    _line(console, f"{result['head']} in vLLM ({result['dtype']}), draft length {result['draft_length']}")
+    table = Table(title="acceptance length, conditional acceptance by position", title_justify="left")
+    for column in ("prompts", "", "length", "by position", "tokens/s plain", "with head", "speed-up", "same"):
+        table.add_column(column, justify="right" if column not in ("prompts", "", "by position") else "left")
     for row in result["sets"]:
-        rates = row["tokens_per_second"]
-        table.add_row(
-            f"{row['set']} ({row['prompts']})",
-            _number(row["acceptance_length"]),
-            " ".join(_number(share) for share in row["conditional_acceptance"]),
-            f"{rates['plain']:.1f}",
-            f"{rates['speculative']:.1f}",
-            f"{row['speed_up']:.2f}",
-            f"{row['identical_answers']}/{row['prompts']}",
-        )
+        for way, figures in (("offline", row["offline"]), ("own decoding", row["decoded"]), ("vLLM", row)):
+            rates = figures.get("tokens_per_second", {})
+            table.add_row(
+                f"{row['set']} ({row['prompts']})" if way == "offline" else "",
+                way,
+                _number(figures["acceptance_length"]),
+                " ".join(_number(share) for share in figures["conditional_acceptance"]),
+                f"{rates['plain']:.1f}" if "plain" in rates else "",
+                f"{rates['speculative']:.1f}" if rates else "",
+                f"{figures['speed_up']:.2f}" if figures.get("speed_up") else "",
+                f"{figures['identical_answers']}/{row['prompts']}" if rates else "",
+            )
     console.print(table)
     for row in result["sets"]:
+        agreement = row["agreement"]
+        strictly = "" if agreement["within_0.03"] else ", a position differs by more than 0.03, on few drafts"
+        verdict = f"agree{strictly}" if agreement["agrees"] else "[red]do not agree[/red]"
+        _line(console, f"  {row['set']}: training and serving {verdict}")
+        for advice in row["look_at"]:
+            _line(console, f"    look at {advice['cause']}: {advice['text']}", markup=False)
         for difference in row["differences"]:
-            cause = "a tie within rounding" if difference["rounding_tie"] else "[red]NOT a rounding tie[/red]"
-            gap = difference["log_probability_gap"]
-            _line(
-                console, f"  {difference['prompt']}: differs from token {difference['token']} on ({gap:.1e}): {cause}"
-            )
-    agreement = result.get("agreement")
-    if agreement:
-        lengths = ", ".join(f"{name} {_number(value)}" for name, value in agreement["acceptance_length"].items())
-        verdict = "agree" if agreement["agrees"] else "[red]do not agree[/red]"
-        _line(console, f"  training and serving {verdict}: acceptance length {lengths}")
-        for advice in agreement["look_at"]:
-            _line(console, f"    look at {advice}", markup=False)
+            _line(console, f"    {difference_text(difference)}", markup=False)
 
 
 def _method(method: dict[str, Any]) -> str:

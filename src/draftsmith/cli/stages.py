@@ -60,6 +60,10 @@ def evaluate(
     prompts: Annotated[
         list[Path] | None, typer.Option(help="With --server: files of rows in place of the held-out prompts.")
     ] = None,
+    url: Annotated[
+        str, typer.Option(help="With --server: one with the head that runs already, http://HOST:PORT/v1.")
+    ] = "",
+    plain_url: Annotated[str, typer.Option(help="With --server: one without the head that runs already.")] = "",
     tree: Annotated[
         bool,
         typer.Option("--tree", help="Decode with a tree of drafts too: evaluate.tree, or depth 6, top 10, 60 tokens."),
@@ -76,7 +80,13 @@ def evaluate(
             assign = [*(assign or []), *_tree_assignment(recipe, assign)]
         _run("evaluate", recipe, assign, redo, as_json)
         return
-    result = open_pipeline(recipe, assign, "never").evaluate_on_vllm(prompts or [])
+    from draftsmith.recipe import load_recipe
+
+    load_recipe(recipe, assign)  # before torch is imported
+    from draftsmith.evaluate.server import Urls
+    from draftsmith.serving import evaluate_on_vllm
+
+    result = evaluate_on_vllm(open_pipeline(recipe, assign, "never"), prompts or [], Urls(url, plain_url))
     if as_json:
         print_json(result)
         return

@@ -10,17 +10,22 @@ reached if position k was accepted and the conversation goes on with that very t
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from draftsmith.draft.model import Eagle3Draft
-from draftsmith.draft.rows import Ints, plan_rows, target_positions
+from draftsmith.draft.rows import Bools, Ints, plan_rows, target_positions
 from draftsmith.draft.unroll import Pack, unroll
 from draftsmith.interop.source import SamplePlace, Source
 from draftsmith.progress import progress
 from draftsmith.verifier.head import VerifierHead
+
+Tokens = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -64,27 +69,42 @@ def _chains(
     source: Source, place: SamplePlace, draft: Eagle3Draft, head: VerifierHead, positions: int
 ) -> tuple[Ints, Ints, int]:
     """Return reached and accepted counts per position, and the targets outside the draft vocabulary."""
-    plan = plan_rows([place.loss_mask], positions)
-    states = source.read(place)
+    chains = follow_chains(source.read(place), place.input_ids, place.loss_mask, draft, head, positions)
+    outside = int((~draft.t2d.cpu()[chains.verifier_tokens]).sum())
+    return chains.reached.sum(1), chains.accepted.sum(1), outside
+
+
+class Chains(NamedTuple):
+    """What became of the chain of each starting row: `reached` and `accepted` [positions, rows]."""
+
+    reached: Bools
+    accepted: Bools
+    verifier_tokens: Tensor
+
+
+@torch.inference_mode()
+def follow_chains(
+    states: list[Tensor], input_ids: Tokens, loss_mask: Mask, draft: Eagle3Draft, head: VerifierHead, positions: int
+) -> Chains:
+    """Follow the chain of every starting row of a sample; `states` [T, H]: of the aux boundaries, and the last."""
+    plan = plan_rows([loss_mask], positions)
     aux_PA = torch.cat([state[plan.prefix].float() for state in states[:-1]], dim=-1)
-    ids_T = torch.from_numpy(place.input_ids.astype(np.int64))
+    ids_T = torch.from_numpy(input_ids.astype(np.int64))
     device = draft.fc.weight.device
     step_rows = unroll(draft, Pack(ids_T.to(device), aux_PA.to(device), plan))
     verifier_J = head.argmax(states[-1][plan.targets].to(device)).cpu()
     goes_on_J = (verifier_J == ids_T[plan.targets + 1]).numpy()
-    chain = np.zeros(len(plan.prefix), bool)  # chains alive at the current position, by starting row
-    reached, accepted = np.zeros(positions, np.int64), np.zeros(positions, np.int64)
+    reached = np.zeros((positions, len(plan.prefix)), bool)
+    accepted = np.zeros_like(reached)
+    goes_on = np.zeros(len(plan.prefix), bool)  # chains whose last draft was accepted and is the next token
     for k, (step, rows_mH) in enumerate(zip(plan.steps, step_rows, strict=True)):
         starts = step.rows[step.loss_rows]
+        reached[k, starts] = goes_on[starts] if k else True
         right = (_greedy(draft, rows_mH) == verifier_J[step.loss_targets]).numpy()
-        alive = np.zeros_like(chain)
-        alive[starts] = chain[starts] if k else True
-        reached[k] = alive.sum()
-        accepted[k] = (alive[starts] & right).sum()
-        chain = np.zeros_like(alive)
-        chain[starts] = alive[starts] & right & goes_on_J[step.loss_targets]
-    outside = int((~draft.t2d.cpu()[verifier_J]).sum())
-    return reached, accepted, outside
+        accepted[k, starts] = reached[k, starts] & right
+        goes_on = np.zeros_like(goes_on)
+        goes_on[starts] = accepted[k, starts] & goes_on_J[step.loss_targets]
+    return Chains(reached, accepted, verifier_J)
 
 
 def _greedy(draft: Eagle3Draft, rows_mH: Tensor) -> Tensor:

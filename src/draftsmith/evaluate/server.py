@@ -1,117 +1,113 @@
 """Acceptance and speed in a running vLLM: two servers, one with the head and one without, asked in alternation.
 
 Acceptance is vLLM's own count (`vllm:spec_decode_*` of /metrics): acceptance length = 1 + accepted / drafts; the
-conditional acceptance at position k = accepted at k / accepted at k-1 (at 0: / drafts). Both servers answer greedily;
-where their answers differ, the place is reported with the gap of the verifier's two best log-probabilities there.
+conditional acceptance at position k = accepted at k / accepted at k-1 (at 0: / drafts). Both servers answer greedily.
 """
 
 import json
 import re
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from draftsmith.errors import DraftsmithError
+from draftsmith.evaluate.counts import Counts
 from draftsmith.progress import progress
 from draftsmith.recipe import VerifierRecipe
 from draftsmith.verifier.facts import VerifierFacts
 from draftsmith.verifier.vllm_server import VllmServer, model_arguments, running
 
 PromptSet = list[tuple[str, list[int]]]  # (name, token ids)
-TIE_GAP = 1e-3  # log-probabilities closer than this can change places by rounding alone
+PLAIN, SPECULATIVE = "plain", "speculative"
 _TIMEOUT = 3600.0
 _METRIC = re.compile(r"^vllm:spec_decode_num_(\w+?)_total\{([^}]*)\} ([0-9.e+]+)$", re.M)
 _POSITION = re.compile(r'position="(\d+)"')
 
 
-@dataclass(frozen=True)
-class Counts:
-    """What a server has counted since it started: drafts, and accepted tokens by position."""
+class Urls(NamedTuple):
+    """Servers that run already: with the head, and without; empty: start one."""
 
-    drafts: int
-    accepted: list[int]
+    speculative: str = ""
+    plain: str = ""
 
-    def since(self, earlier: "Counts") -> "Counts":
-        """Return what was counted after `earlier`."""
-        before = earlier.accepted or [0] * len(self.accepted)
-        return Counts(self.drafts - earlier.drafts, [a - b for a, b in zip(self.accepted, before, strict=True)])
+
+@dataclass
+class Served:
+    """What the servers did with one set of prompts. `answers` by way (plain, speculative), in the prompts' order."""
+
+    counts: Counts
+    seconds: dict[str, float]
+    answers: dict[str, list[list[int]]]
 
     def as_json(self) -> dict[str, Any]:
-        """Return acceptance length and conditional acceptance."""
-        reached = [self.drafts, *self.accepted][: len(self.accepted)]
-        shares = [round(a / r, 4) if r else None for a, r in zip(self.accepted, reached, strict=True)]
-        length = 1 + sum(self.accepted) / self.drafts if self.drafts else None
+        """Return acceptance, tokens/s of each way, and the speed-up where there are both."""
+        tokens = {way: sum(map(len, answers)) for way, answers in self.answers.items()}
+        rates = {way: tokens[way] / self.seconds[way] for way in tokens}
         return {
-            "drafts": self.drafts,
-            "accepted_per_position": self.accepted,
-            "acceptance_length": round(length, 4) if length is not None else None,
-            "conditional_acceptance": shares,
+            **self.counts.as_json(),
+            "tokens_per_second": {way: round(rate, 2) for way, rate in rates.items()},
+            "speed_up": round(rates[SPECULATIVE] / rates[PLAIN], 3) if PLAIN in rates else None,
         }
 
 
-def evaluate_on_vllm(
-    head: Path,
-    prompt_sets: dict[str, PromptSet],
-    draft_length: int,
-    max_new_tokens: int,
-    facts: VerifierFacts,
-    recipe: VerifierRecipe,
-    log: Path,
-) -> list[dict[str, Any]]:
-    """Run prompt sets through both servers; return a result for each set."""
-    longest = max(len(ids) for prompts in prompt_sets.values() for _, ids in prompts) + max_new_tokens
+@contextmanager
+def servers(
+    head: Path, draft_length: int, longest: int, facts: VerifierFacts, recipe: VerifierRecipe, urls: Urls, log: Path
+) -> Iterator[dict[str, VllmServer]]:
+    """Start a server with the head and one without, or take those that run at `urls`; yield them by way.
+
+    Where only one with the head runs, there is none without.
+    """
+    if urls.speculative:
+        running_ones = {SPECULATIVE: urls.speculative} | ({PLAIN: urls.plain} if urls.plain else {})
+        yield {way: VllmServer("", [], log, url=_base(url)) for way, url in running_ones.items()}
+        return
     arguments = model_arguments(facts, recipe, longest + 2 * draft_length + 8)
     speculation = {"model": str(head), "num_speculative_tokens": draft_length, "method": "eagle3"}
     drafting = [*arguments, "--speculative-config", json.dumps(speculation)]
-    plain_server = VllmServer(recipe.vllm_python, arguments, log)
-    with running(plain_server) as plain, running(VllmServer(recipe.vllm_python, drafting, log)) as speculative:
-        for server in (plain, speculative):  # the first request is slow, and counts for neither
-            _complete(server, next(iter(prompt_sets.values()))[0][1], 4)
-        return [_run_set(name, prompts, plain, speculative, max_new_tokens) for name, prompts in prompt_sets.items()]
+    with ExitStack() as stack:
+        found = {SPECULATIVE: stack.enter_context(running(VllmServer(recipe.vllm_python, drafting, log)))}
+        found[PLAIN] = (
+            VllmServer("", [], log, url=_base(urls.plain))
+            if urls.plain
+            else stack.enter_context(running(VllmServer(recipe.vllm_python, arguments, log)))
+        )
+        yield found
 
 
-def _run_set(
-    name: str, prompts: PromptSet, plain: VllmServer, speculative: VllmServer, max_new_tokens: int
-) -> dict[str, Any]:
-    before = read_counts(speculative)
-    seconds = {"plain": 0.0, "speculative": 0.0}
-    tokens = {"plain": 0, "speculative": 0}
-    differences: list[dict[str, Any]] = []
+def warm_up(found: dict[str, VllmServer], ids: list[int]) -> None:
+    """Ask each server once: its first answer is slow, and counts for neither way."""
+    for server in found.values():
+        _complete(server, ids, 4)
+
+
+def serve_set(name: str, prompts: PromptSet, found: dict[str, VllmServer], max_new_tokens: int) -> Served:
+    """Ask the servers for greedy answers, in alternation."""
+    before = read_counts(found[SPECULATIVE])
+    served = Served(before, dict.fromkeys(found, 0.0), {way: [] for way in found})
     with progress(f"vLLM, {name}", len(prompts), "prompts") as meter:
-        for number, (prompt_name, ids) in enumerate(prompts):
-            answers: dict[str, list[int]] = {}
-            order = [("plain", plain), ("speculative", speculative)]
-            for way, server in order if number % 2 == 0 else order[::-1]:
+        for number, (_, ids) in enumerate(prompts):
+            for way in list(found)[:: 1 if number % 2 else -1]:
                 began = time.perf_counter()
-                answers[way] = _complete(server, ids, max_new_tokens)
-                seconds[way] += time.perf_counter() - began
-                tokens[way] += len(answers[way])
-            if answers["plain"] != answers["speculative"]:
-                differences.append(_difference(plain, prompt_name, ids, answers))
+                served.answers[way].append(_complete(found[way], ids, max_new_tokens))
+                served.seconds[way] += time.perf_counter() - began
             meter.advance(1)
-    rates = {way: tokens[way] / seconds[way] for way in seconds}
-    return {
-        "set": name,
-        "prompts": len(prompts),
-        **read_counts(speculative).since(before).as_json(),
-        "tokens_per_second": {way: round(rate, 2) for way, rate in rates.items()},
-        "speed_up": round(rates["speculative"] / rates["plain"], 3),
-        "identical_answers": len(prompts) - len(differences),
-        "differences": differences,
-    }
+    served.counts = read_counts(found[SPECULATIVE]).since(before)
+    return served
 
 
-def _difference(plain: VllmServer, name: str, ids: list[int], answers: dict[str, list[int]]) -> dict[str, Any]:
-    """Say where two answers part, and how close the verifier's two best tokens are there."""
-    one, other = answers["plain"], answers["speculative"]
-    shorter = min(len(one), len(other))
-    first = next((i for i in range(shorter) if one[i] != other[i]), shorter)
-    body = {"prompt": [*ids, *one[:first]], "max_tokens": 1, "temperature": 0.0, "logprobs": 2}
-    best = sorted(_post(plain, body)["choices"][0]["logprobs"]["top_logprobs"][0].values(), reverse=True)
-    gap = float(best[0] - best[1]) if len(best) > 1 else float("inf")
-    return {"prompt": name, "token": first, "log_probability_gap": gap, "rounding_tie": gap < TIE_GAP}
+def rendered_by_server(server: VllmServer, messages: list[dict[str, Any]], given: dict[str, Any]) -> list[int] | None:
+    """Return the token ids that a server's own chat template gives; None if it does not say."""
+    body = {"messages": messages, "add_generation_prompt": True, "chat_template_kwargs": given}
+    try:
+        tokens = _post(server, body, "tokenize")["tokens"]
+    except (DraftsmithError, KeyError):
+        return None
+    return tokens if isinstance(tokens, list) else None
 
 
 def _complete(server: VllmServer, ids: list[int], max_new_tokens: int) -> list[int]:
@@ -122,9 +118,13 @@ def _complete(server: VllmServer, ids: list[int], max_new_tokens: int) -> list[i
     return answer
 
 
-def _post(server: VllmServer, body: dict[str, Any]) -> dict[str, Any]:
+def _base(url: str) -> str:
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _post(server: VllmServer, body: dict[str, Any], path: str = "v1/completions") -> dict[str, Any]:
     request = urllib.request.Request(
-        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        f"{server.url}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT) as response:
@@ -136,8 +136,11 @@ def _post(server: VllmServer, body: dict[str, Any]) -> dict[str, Any]:
 
 def read_counts(server: VllmServer) -> Counts:
     """Read a server's counters of speculative decoding."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as response:
-        return parse_counts(response.read().decode())
+    try:
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as response:
+            return parse_counts(response.read().decode())
+    except OSError as error:
+        raise DraftsmithError(f"vLLM at {server.url} gives no /metrics: {error}; see {server.log}") from error
 
 
 def parse_counts(text: str) -> Counts:

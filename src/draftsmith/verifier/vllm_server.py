@@ -111,6 +111,17 @@ def model_arguments(facts: VerifierFacts, recipe: VerifierRecipe, longest: int) 
     return [*arguments, *recipe.vllm_args]
 
 
+def served_dtype(facts: VerifierFacts, recipe: VerifierRecipe) -> str:
+    """Return the dtype that a server started with these arguments computes in."""
+    named = "" if torch.cuda.is_available() else "float32"
+    for number, argument in enumerate(recipe.vllm_args):
+        if argument == "--dtype":
+            named = recipe.vllm_args[number + 1]
+        elif argument.startswith("--dtype="):
+            named = argument.removeprefix("--dtype=")
+    return {"": facts.dtype, "auto": facts.dtype, "float": "float32", "half": "float16"}.get(named, named)
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
