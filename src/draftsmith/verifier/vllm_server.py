@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -9,7 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,6 +42,7 @@ class VllmServer:
         """Start the server and wait until it answers; raise DraftsmithError with its log if it dies before."""
         if not self.interpreter:
             return
+        self._end_group()
         interpreter = shutil.which(self.interpreter)
         if interpreter is None:
             raise BadInput(f"verifier.vllm_python = {self.interpreter!r}: no such interpreter")
@@ -89,8 +91,15 @@ class VllmServer:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-            self._process = None
+            self._end_group()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _end_group(self) -> None:
+        """End what a server left running: its engine is a process of its own, and outlives a server that was killed."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process = None
 
 
 @contextmanager
