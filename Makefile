@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 INSTALLED := $(VENV)/.installed
 PEERS := .venv-peers
+SPECFORGE := .venv-specforge
 VLLM := .venv-vllm
 
-.PHONY: demo test test-peers test-vllm check docs format install clean
+.PHONY: demo test test-peers bench-peers test-vllm check docs format install clean
 
 demo: install
 	$(BIN)/draftsmith demo runs/demo
@@ -49,11 +50,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 # speculators comes last and without its requirements: it excludes the versions of transformers and datasets that we
-# use, and of the rest its data reader imports only openai and datasets.
+# use, and of the rest its data reader and its model import only openai, datasets and loguru.
 $(PEERS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt torch
-	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --editable . pytest datasets openai
+	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --editable . pytest datasets openai loguru
 	$(PEERS)/bin/python -m pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0
 	touch $@
 
@@ -66,5 +67,15 @@ $(VLLM)/.installed: Makefile
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
+# For benchmarks/train.py, which runs every tool in its own environment.
+bench-peers: install $(PEERS)/.installed $(SPECFORGE)/.installed
+
+$(SPECFORGE)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(SPECFORGE)
+	$(SPECFORGE)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(SPECFORGE)/bin/python -m pip install --quiet --constraint constraints.txt --editable . datasets openai
+	$(SPECFORGE)/bin/python -m pip install --quiet --no-deps specforge==0.2.0
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(PEERS) $(VLLM) runs
+	rm -rf $(VENV) $(PEERS) $(SPECFORGE) $(VLLM) runs
