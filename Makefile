@@ -50,11 +50,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 # speculators comes last and without its requirements: it excludes the versions of transformers and datasets that we
-# use, and of the rest its data reader and its model import only openai, datasets and loguru.
+# use, and of the rest its data reader and its model import only openai, datasets, loguru and httpx.
 $(PEERS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt torch
-	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --editable . pytest datasets openai loguru
+	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --editable . pytest datasets openai loguru httpx
 	$(PEERS)/bin/python -m pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0
 	touch $@
 
