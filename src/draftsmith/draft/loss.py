@@ -6,13 +6,13 @@ vocabulary; step k's draft distribution p_k comes from the row that aims at j. W
 
     sum over k of w_k * sum over j of L(q_j, p_kj) / N,    N = number of targets in the whole batch
 
-Logits exist for one chunk at a time: the gradients with respect to hidden states and lm_head are made together
-with the loss, and the backward pass only scales them. Peak memory does not grow with T x D x K.
+Logits exist for one chunk and one step at a time, in memory that all chunks share: the gradients with respect to hidden
+states and lm_head are made together with the loss, and the backward pass only scales them. Peak memory does not grow
+with T x D x K.
 
 Shapes: J targets, m_k rows of step k, H width, D draft vocabulary, c targets of a chunk.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.draft.objectives import OBJECTIVES, ObjectiveName, Targets
+from draftsmith.draft.objectives import OBJECTIVES, Objective, ObjectiveName, Softmax, Targets
 from draftsmith.draft.rows import RowPlan
 from draftsmith.verifier.head import VerifierHead
 
-CHUNK_BYTES = 32 << 20
+# Of logits: enough rows for a matrix product at full rate, yet small beside the caches or the memory of the device.
+CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
+LEAST_CHUNK = 128
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def unroll_loss(
     """
     steps = len(step_rows)
     if chunk_targets is None:
-        chunk_targets = max(16, CHUNK_BYTES // (4 * lm_head_DH.shape[0] * steps))
+        chunk_targets = max(LEAST_CHUNK, CHUNK_BYTES[lm_head_DH.device.type] // (4 * lm_head_DH.shape[0]))
     rows_MH = torch.cat(step_rows).to(precision)
     sums = torch.zeros(2, steps, dtype=torch.float64, device=rows_MH.device)
     weights = [weight / targets_in_batch for weight in step_weights]
@@ -79,26 +81,36 @@ class _ChunkedLoss(torch.autograd.Function):
         plan: RowPlan,
         weights: list[float],
         chunk_targets: int,
-        objective: Callable[[Tensor, Targets], tuple[Tensor, Tensor]],
+        objective: Objective,
         sums: Tensor,
     ) -> Tensor:
         needs_rows, needs_head = ctx.needs_input_grad[:2]
         grad_rows = torch.empty_like(rows_MH) if needs_rows else None
         grad_head = torch.zeros_like(lm_head_DH) if needs_head else None
         head_DH = lm_head_DH.to(rows_MH.dtype)
+        q_memory, z_memory, p_memory = target_JH.new_empty(
+            3, min(chunk_targets, len(target_JH)), len(lm_head_DH), dtype=torch.float32
+        )
         for start in range(0, len(target_JH), chunk_targets):
             stop = min(start + chunk_targets, len(target_JH))
-            targets = Targets.of(head.logits(target_JH[start:stop]))
+            chunk = stop - start
+            targets = Targets.of(head.logits(target_JH[start:stop], z_memory[:chunk]), q_memory[:chunk])
             for k, (rows, local) in enumerate(_rows_of_chunk(plan, start, stop, rows_MH.device)):
                 h, aimed = rows_MH[rows], targets[local]
-                logits = (h @ head_DH.T).float()
+                z = z_memory[: len(h)]
+                if h.dtype == z.dtype:
+                    torch.mm(h, head_DH.T, out=z)
+                else:
+                    z.copy_(h @ head_DH.T)
+                best_logit = z.gather(-1, aimed.best[:, None])[:, 0]
+                softmax = Softmax.of(z, p_memory[: len(h)])
                 # Equal to comparing the most likely tokens, but a maximum is several times cheaper than its place.
-                sums[1, k] += (logits.gather(-1, aimed.best[:, None])[:, 0] >= logits.amax(-1)).sum()
-                losses, grad_logits = objective(logits, aimed)
+                sums[1, k] += (best_logit >= softmax.largest).sum()
+                losses, grad_logits = objective(softmax, aimed)
                 grad_logits = grad_logits.to(h.dtype)
                 sums[0, k] += losses.sum().double()
                 if grad_rows is not None:
-                    grad_rows[rows] = (grad_logits @ head_DH).mul_(weights[k])
+                    torch.mm(grad_logits, head_DH, out=grad_rows[rows]).mul_(weights[k])
                 if grad_head is not None and grad_head.dtype == h.dtype:
                     grad_head.addmm_(grad_logits.T, h, alpha=weights[k])
                 elif grad_head is not None:

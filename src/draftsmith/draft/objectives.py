@@ -6,7 +6,9 @@
     lk   -log sum min(p, q): tv with gradients that do not fade where p and q hardly overlap
          (https://arxiv.org/abs/2602.23881)
 
-Each takes logits z [m, D], which it may overwrite, and returns losses [m] and their gradient [m, D] with respect to z.
+Each takes a `Softmax`, whose memory it may overwrite, and returns losses [m] and their gradient [m, D] with respect to
+the logits, in that memory. Nothing of size [m, D] is allocated: on a CPU, touching fresh memory costs several times the
+arithmetic that is done in it.
 """
 
 from collections.abc import Callable
@@ -20,6 +22,22 @@ ObjectiveName = Literal["kl", "ce", "tv", "lk"]
 
 
 @dataclass(frozen=True)
+class Softmax:
+    """p = softmax(z) [m, D] of logits z [m, D], with the largest logit and its log p [m]."""
+
+    z: Tensor
+    p: Tensor
+    largest: Tensor
+    largest_log_p: Tensor
+
+    @classmethod
+    def of(cls, z: Tensor, memory: Tensor) -> "Softmax":
+        """Take the softmax of z into `memory` [m, D]."""
+        p = torch.softmax(z, -1, out=memory)
+        return cls(z, p, z.amax(-1), p.amax(-1).log())
+
+
+@dataclass(frozen=True)
 class Targets:
     """The verifier's distributions q [m, D], their most likely tokens [m], and sum q log q [m]."""
 
@@ -28,54 +46,59 @@ class Targets:
     negative_entropy: Tensor
 
     @classmethod
-    def of(cls, logits_mD: Tensor) -> "Targets":
-        """Normalise the verifier's logits on the draft vocabulary."""
-        best = logits_mD.argmax(-1)
-        log_q = logits_mD.log_softmax(-1)
-        q = log_q.exp()
-        return cls(q, best, torch.linalg.vecdot(q, log_q))
+    def of(cls, z: Tensor, memory: Tensor) -> "Targets":
+        """Normalise the verifier's logits z [m, D] on the draft vocabulary into `memory` [m, D]; z is overwritten."""
+        best = z.argmax(-1)
+        softmax = Softmax.of(z, memory)
+        return cls(softmax.p, best, _expected_log(softmax, softmax.p))
 
     def __getitem__(self, rows: slice | Tensor) -> "Targets":
         return Targets(self.q[rows], self.best[rows], self.negative_entropy[rows])
 
 
-def kl(z: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+def _expected_log(softmax: Softmax, q: Tensor) -> Tensor:
+    """Return sum q log p [m]; the logits are overwritten."""
+    # Relative to the largest logit: large ones would leave few digits to a difference of sums.
+    return softmax.z.sub_(softmax.largest[:, None]).mul_(q).sum(-1) + softmax.largest_log_p
+
+
+def kl(draft: Softmax, targets: Targets) -> tuple[Tensor, Tensor]:
     """Kullback-Leibler divergence; its gradient is p - q."""
-    log_p = z.log_softmax(-1)
-    loss = targets.negative_entropy - torch.linalg.vecdot(targets.q, log_p)
-    return loss, log_p.exp_().sub_(targets.q)
+    loss = targets.negative_entropy - _expected_log(draft, targets.q)
+    return loss, draft.p.sub_(targets.q)
 
 
-def cross_entropy(z: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+def cross_entropy(draft: Softmax, targets: Targets) -> tuple[Tensor, Tensor]:
     """Cross-entropy with the verifier's most likely token."""
-    log_p = z.log_softmax(-1)
     best = targets.best[:, None]
-    loss = -log_p.gather(-1, best)[:, 0]
-    return loss, log_p.exp_().scatter_add_(-1, best, log_p.new_full(best.shape, -1.0))
+    loss = draft.largest - draft.z.gather(-1, best)[:, 0] - draft.largest_log_p
+    return loss, draft.p.scatter_add_(-1, best, draft.p.new_full(best.shape, -1.0))
 
 
-def total_variation(z: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+def total_variation(draft: Softmax, targets: Targets) -> tuple[Tensor, Tensor]:
     """One minus the overlap of p and q."""
-    overlap, gradient = _overlap(z, targets)
+    overlap, gradient = _overlap(draft, targets)
     return 1.0 - overlap, gradient
 
 
-def negative_log_overlap(z: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+def negative_log_overlap(draft: Softmax, targets: Targets) -> tuple[Tensor, Tensor]:
     """Negative logarithm of the overlap of p and q."""
-    overlap, gradient = _overlap(z, targets)
+    overlap, gradient = _overlap(draft, targets)
     overlap = overlap.clamp(min=torch.finfo(overlap.dtype).tiny)
     return -overlap.log(), gradient.div_(overlap[:, None])
 
 
-def _overlap(z: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+def _overlap(draft: Softmax, targets: Targets) -> tuple[Tensor, Tensor]:
     """Return sum min(p, q) [m] and minus its gradient [m, D]: p (sum of p where p < q) - p [p < q]."""
-    p = z.softmax(-1)
-    overlap = torch.minimum(p, targets.q).sum(-1)
-    gradient = p * (p < targets.q)
-    return overlap, p.mul_(gradient.sum(-1, keepdim=True)).sub_(gradient)
+    p, memory = draft.p, draft.z
+    overlap = torch.minimum(p, targets.q, out=memory).sum(-1)
+    below = torch.lt(p, targets.q, out=memory).mul_(p)
+    return overlap, p.mul_(below.sum(-1, keepdim=True)).sub_(below)
 
 
-OBJECTIVES: dict[ObjectiveName, Callable[[Tensor, Targets], tuple[Tensor, Tensor]]] = {
+Objective = Callable[[Softmax, Targets], tuple[Tensor, Tensor]]
+
+OBJECTIVES: dict[ObjectiveName, Objective] = {
     "kl": kl,
     "ce": cross_entropy,
     "tv": total_variation,

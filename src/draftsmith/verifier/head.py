@@ -42,17 +42,17 @@ class VerifierHead:
             return state_NH
         return state_NH * torch.rsqrt(state_NH.pow(2).mean(-1, keepdim=True) + self.eps) * self.norm_H
 
-    def logits(self, state_NH: Tensor) -> Tensor:
-        """Return the verifier's logits [N, V] for states of boundary N."""
-        return self._logits_of_rows(self.normed(state_NH), self.lm_head_VH)
+    def logits(self, state_NH: Tensor, out_NV: Tensor | None = None) -> Tensor:
+        """Return the verifier's logits [N, V] for states of boundary N, in `out_NV` (float32) if given."""
+        return self._logits_of_rows(self.normed(state_NH), self.lm_head_VH, out_NV)
 
-    def _logits_of_rows(self, normed_NH: Tensor, rows_RH: Tensor) -> Tensor:
-        logits_NV = normed_NH @ rows_RH.float().T
+    def _logits_of_rows(self, normed_NH: Tensor, rows_RH: Tensor, out_NR: Tensor | None = None) -> Tensor:
+        logits_NR = torch.mm(normed_NH, rows_RH.float().T, out=out_NR)
         if self.logit_scale != 1.0:
-            logits_NV = logits_NV * self.logit_scale
+            logits_NR.mul_(self.logit_scale)
         if self.logit_softcap is not None:
-            logits_NV = torch.tanh(logits_NV / self.logit_softcap) * self.logit_softcap
-        return logits_NV
+            logits_NR.div_(self.logit_softcap).tanh_().mul_(self.logit_softcap)
+        return logits_NR
 
     def argmax(self, state_NH: Tensor, chunk: int = 512) -> Tensor:
         """Return the verifier's greedy next tokens [N], int64: `chunk` positions and a part of lm_head at a time."""
