@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from draftsmith.draft.model import Eagle3Draft
-from draftsmith.errors import BadInput, DraftsmithError
+from draftsmith.errors import DraftsmithError
 from draftsmith.files import write_text
 from draftsmith.interop.source import SamplePlace, Source
 from draftsmith.progress import progress
 from draftsmith.recipe import TrainRecipe
+from draftsmith.store.training import MEASUREMENTS, METRICS, best_measurement, whole_lines
 from draftsmith.train.checkpoints import save_checkpoint, snapshot
 from draftsmith.train.data import load_ahead
+from draftsmith.train.log import RunLog, open_log
 from draftsmith.train.processes import Processes
 from draftsmith.train.schedule import learning_rate
 from draftsmith.train.step import PackLoss, optimizer_step
 
-METRICS, MEASUREMENTS = "metrics.jsonl", "measurements.jsonl"
 Measure = Callable[[Eagle3Draft], dict[str, Any]]
 WAIT_LIMIT = 0.1  # waiting for more than this share of the time, data is the bottleneck
 
@@ -74,7 +75,7 @@ class Progress:
     @property
     def best(self) -> dict[str, Any] | None:
         """The measurement with the longest acceptance length, the first of equals."""
-        return max(self.measurements, key=lambda line: float(line["acceptance_length"]), default=None)
+        return best_measurement(self.measurements)
 
     def measured_enough(self, patience: int) -> bool:
         """Say whether the last `patience` measurements brought nothing better."""
@@ -84,7 +85,11 @@ class Progress:
 
 def read_progress(folder: Path, done: int, writes: bool) -> Progress:
     """Return the progress of a run that goes on after `done` steps; with `writes`, cut its files back to there."""
-    lines = {name: _lines(folder / name, done) for name in (METRICS, MEASUREMENTS)}
+    lines = {
+        # What a kill cut short belongs to a step that is done again.
+        name: [line for line in whole_lines(folder / name) if line["step"] <= done]
+        for name in (METRICS, MEASUREMENTS)
+    }
     if writes:
         for name, kept in lines.items():
             write_text(folder / name, "".join(json.dumps(line) + "\n" for line in kept))
@@ -106,7 +111,7 @@ def train(job: Job, pack_loss: PackLoss, wrapped: nn.Module, optimizers: list[Op
     if so_far.measured_enough(recipe.patience):
         return so_far
     with (
-        _files(job) as log,
+        _log(job, so_far.done) as log,
         _asked_to_stop() as stop,
         _shown(job, sum(tokens), sum(tokens[: so_far.done])) as meter,
     ):
@@ -135,7 +140,7 @@ def train(job: Job, pack_loss: PackLoss, wrapped: nn.Module, optimizers: list[Op
                 "wait_seconds": round(began - clock, 4),
             }
             waited, computed = waited + began - clock, computed + ended - began
-            log(METRICS, so_far.last)
+            log.write(METRICS, so_far.last)
             if meter is not None:
                 meter.advance(tokens[so_far.done - 1], f"loss {result.loss:.3f}")
             stopping = any(processes.gathered(stop.is_set()))
@@ -158,7 +163,7 @@ def _after_step(
     draft: Eagle3Draft,
     optimizers: list[Optimizer],
     so_far: Progress,
-    log: "Log",
+    log: RunLog,
     stopping: bool,
 ) -> bool:
     """Measure and save where it is time to; return whether the run is finished."""
@@ -171,47 +176,11 @@ def _after_step(
         line = {"step": done, **job.measure(taken.draft)} if job.processes.first else None
         line = job.processes.from_first(line)
         so_far.measurements.append(line)
-        log(MEASUREMENTS, line)
+        log.write(MEASUREMENTS, line)
+    log.flush()
     if job.processes.first:
         save_checkpoint(job.folder, taken, done, so_far.best["step"] if so_far.best else None)
     return done == len(job.steps) or so_far.measured_enough(job.recipe.patience)
-
-
-Log = Callable[[str, dict[str, Any]], None]
-
-
-@contextmanager
-def _files(job: Job) -> Iterator[Log]:
-    """Give a function that appends a line to one of the run's files, and to TensorBoard's events if asked for."""
-    if not job.processes.first:
-        yield lambda _name, _line: None
-        return
-    board = _tensorboard(job.folder) if job.recipe.tensorboard else None
-    with (
-        (job.folder / METRICS).open("a", encoding="utf-8", buffering=1) as metrics,
-        (job.folder / MEASUREMENTS).open("a", encoding="utf-8", buffering=1) as measurements,
-    ):
-
-        def log(name: str, line: dict[str, Any]) -> None:
-            (metrics if name == METRICS else measurements).write(json.dumps(line) + "\n")
-            if board is not None:
-                for key, value in line.items():
-                    if isinstance(value, int | float) and key != "step":
-                        board.add_scalar(key, value, line["step"])
-
-        try:
-            yield log
-        finally:
-            if board is not None:
-                board.close()
-
-
-def _tensorboard(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise BadInput("train.tensorboard: install draftsmith[tensorboard] first, or leave it off") from error
-    return SummaryWriter(str(folder / "tensorboard"))
 
 
 class _Stop:
@@ -236,6 +205,12 @@ def _asked_to_stop() -> Iterator[_Stop]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _log(job: Job, done: int) -> AbstractContextManager[RunLog]:
+    if not job.processes.first:
+        return nullcontext(RunLog({}))
+    return open_log(job.folder, done, job.recipe.tensorboard)
+
+
 def _shown(job: Job, total: int, start: int) -> Any:
     return progress("train", total, "tokens", start) if job.processes.first else nullcontext()
 
@@ -244,11 +219,3 @@ def _bottleneck(waited: float, computed: float) -> str:
     share = waited / (waited + computed)
     which = "reading the data is the bottleneck" if share > WAIT_LIMIT else "compute is the bottleneck, not the data"
     return f"train: {share:.1%} of the time was waiting for data: {which}"
-
-
-def _lines(path: Path, done: int) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
-    # A kill may have cut the last line short; it belongs to a step that is done again.
-    whole = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-    return [line for line in map(json.loads, whole) if line["step"] <= done]

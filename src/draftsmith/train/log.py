@@ -1,0 +1,66 @@
+"""What a run writes while it trains: lines in metrics.jsonl and measurements.jsonl, and TensorBoard's events if asked.
+
+The lines are the truth. The events are a view of the same numbers (float32); a list's stand under key/0, key/1, ...
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from draftsmith.errors import BadInput
+from draftsmith.store.training import MEASUREMENTS, METRICS
+
+EVENTS = "tensorboard"  # the folder of the events, within the checkpoint's
+
+
+class RunLog:
+    """Appends lines to the files of a run; without `files` (all processes but the first) it writes nothing."""
+
+    def __init__(self, files: dict[str, Any], board: Any = None) -> None:
+        self._files, self._board = files, board
+
+    def write(self, name: str, line: dict[str, Any]) -> None:
+        """Append a line, which has a `step`, to the file of that name."""
+        if name in self._files:
+            self._files[name].write(json.dumps(line) + "\n")
+        if self._board is not None:
+            for key, value in scalars(line):
+                self._board.add_scalar(key, value, line["step"])
+
+    def flush(self) -> None:
+        """Bring the events to disk: a run resumes behind them, so a checkpoint must not be ahead of them."""
+        if self._board is not None:
+            self._board.flush()
+
+
+@contextmanager
+def open_log(folder: Path, done: int, tensorboard: bool) -> Iterator[RunLog]:
+    """Open the files of a run of which `done` steps are finished. Events of later steps, if any, count no more."""
+    with ExitStack() as opened:
+        board = _tensorboard(folder, done) if tensorboard else None
+        if board is not None:
+            opened.callback(board.close)
+        files = {
+            name: opened.enter_context((folder / name).open("a", encoding="utf-8", buffering=1))
+            for name in (METRICS, MEASUREMENTS)
+        }
+        yield RunLog(files, board)
+
+
+def scalars(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield (name, number) of everything in a line but its step; a list's numbers as key/0, key/1, ..."""
+    for key, value in line.items():
+        if isinstance(value, list):
+            yield from ((f"{key}/{place}", number) for place, number in enumerate(value))
+        elif key != "step":
+            yield key, value
+
+
+def _tensorboard(folder: Path, done: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise BadInput("train.tensorboard: install draftsmith[tensorboard] first, or leave it off") from error
+    return SummaryWriter(str(folder / EVENTS), purge_step=done + 1)
