@@ -28,6 +28,7 @@ th, td { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; bo
 td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; width: 6rem; }
 td.bars { width: 45%; vertical-align: middle; }
 .bar { background: var(--bar); height: .7rem; border-radius: .2rem; min-width: 1px; }
+.figures td, .figures th { text-align: right; } .figures td:first-child, .figures th:first-child { text-align: left; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }
 figure { margin: 0; background: var(--card); border-radius: .5rem; padding: .8rem; } figcaption { font-weight: 600; }
 .plot { width: 100%; height: auto; display: block; }
@@ -58,3 +59,12 @@ def document(title: str, body: str, style: str = "") -> str:
 def escape(value: Any) -> str:
     """Return HTML; names that are no printable text, such as undecodable ones, stand as escapes: else no UTF-8."""
     return html.escape(printable(value))
+
+
+def table(columns: list[str], rows: list[list[str]]) -> str:
+    """Return a table of figures; the first column holds names."""
+    head = "".join(f"<th>{escape(column) if column else ''}</th>" for column in columns)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell) if cell else ''}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return f'<table class="figures"><tr>{head}</tr>{body}</table>'

@@ -25,7 +25,15 @@ from draftsmith.interop.source import Source, fingerprint
 from draftsmith.interop.store_data import StoreData
 from draftsmith.recipe import Recipe
 from draftsmith.recipe import Source as RowSource
-from draftsmith.store.manifest import MANIFEST, STORE_IDENTITY, StageFolder, content_hash, read_json, read_manifest
+from draftsmith.store.manifest import (
+    IDENTITY,
+    MANIFEST,
+    STORE_IDENTITY,
+    StageFolder,
+    content_hash,
+    read_json,
+    read_manifest,
+)
 from draftsmith.store.samples import CHAT_TEMPLATE
 from draftsmith.store.validation import RECORD, read_record, require_passed, write_record
 from draftsmith.train.run import run_train
@@ -36,7 +44,6 @@ from draftsmith.verifier.locate import locate
 StageName = Literal["prepare", "extract", "validate", "train", "evaluate", "export"]
 STAGES: tuple[StageName, ...] = ("prepare", "extract", "validate", "train", "evaluate", "export")
 FORMAT = 1
-_IDENTITY = "identity.json"
 
 
 @dataclass(frozen=True)
@@ -240,7 +247,7 @@ class Pipeline:
         stage: StageName,
         settings: dict[str, Any],
         inputs: dict[str, Any],
-        identity_name: str = _IDENTITY,
+        identity_name: str = IDENTITY,
         seed: int | None = None,
     ) -> StageFolder:
         made_from = {"format": FORMAT, "stage": stage, stage: settings, "inputs": inputs}

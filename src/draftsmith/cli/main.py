@@ -1,4 +1,4 @@
-"""The `draftsmith` command: one verb per stage, plus init, doctor, inspect, convert, run and demo.
+"""The `draftsmith` command: one verb per stage, plus init, doctor, inspect, convert, report, run and demo.
 
 Verb modules import what they call inside the function, so that `--help` stays fast and needs no torch.
 """
@@ -8,7 +8,7 @@ import sys
 import typer
 
 from draftsmith import __version__
-from draftsmith.cli import convert, demo, doctor, init, inspect, run, stages, validate
+from draftsmith.cli import convert, demo, doctor, init, inspect, report, run, stages, validate
 from draftsmith.errors import DraftsmithError
 
 app = typer.Typer(
@@ -19,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (init, doctor, inspect, convert, stages, validate, run, demo):
+for module in (init, doctor, inspect, convert, stages, validate, report, run, demo):
     module.register(app)
 
 

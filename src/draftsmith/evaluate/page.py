@@ -11,7 +11,7 @@ from typing import Any
 from draftsmith.evaluate.decode import VERIFIERS, Answer
 from draftsmith.evaluate.real import PLAIN, Decoded, Method
 from draftsmith.evaluate.tree import TreeShape
-from draftsmith.html_page import document, escape
+from draftsmith.html_page import document, escape, table
 
 _DEEPEST = 6  # drafts from here on share a colour
 _STYLE = """
@@ -23,7 +23,6 @@ _STYLE = """
 .d1 { background: rgb(38 160 80 / .16); } .d2 { background: rgb(38 160 80 / .28); }
 .d3 { background: rgb(38 160 80 / .4); } .d4 { background: rgb(38 160 80 / .52); }
 .d5 { background: rgb(38 160 80 / .64); } .d6 { background: rgb(38 160 80 / .76); }
-.figures td, .figures th { text-align: right; } .figures td:first-child, .figures th:first-child { text-align: left; }
 @media print { .answer span, .legend span { print-color-adjust: exact; } }
 """
 
@@ -180,12 +179,3 @@ def _real(real: dict[str, Any]) -> str:
     verdict = "" if real["lossless"] else '<p class="error">Some answers are not plain decoding\'s.</p>'
     title = f"<h2>Greedy decoding of {real['prompts']} held-out prompts</h2>\n{verdict}"
     return title + table(["", "acceptance length", "tokens/s", "speed-up", "same answers"], rows)
-
-
-def table(columns: list[str], rows: list[list[str]]) -> str:
-    """Return a table of figures; the first column holds names."""
-    head = "".join(f"<th>{escape(column) if column else ''}</th>" for column in columns)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell) if cell else ''}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    return f'<table class="figures"><tr>{head}</tr>{body}</table>'

@@ -2,12 +2,7 @@
 
 from typing import Any
 
-from draftsmith.evaluate.page import table
-from draftsmith.html_page import document, escape
-
-_STYLE = """
-.figures td, .figures th { text-align: right; } .figures td:first-child, .figures th:first-child { text-align: left; }
-"""
+from draftsmith.html_page import document, escape, table
 
 
 def server_page(result: dict[str, Any]) -> str:
@@ -21,7 +16,7 @@ def server_page(result: dict[str, Any]) -> str:
         _speed(result["sets"]),
         *map(_set, result["sets"]),
     ]
-    return document(f"{result['head']} in vLLM", "\n".join(parts), _STYLE)
+    return document(f"{result['head']} in vLLM", "\n".join(parts))
 
 
 def _speed(sets: list[dict[str, Any]]) -> str:

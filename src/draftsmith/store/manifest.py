@@ -15,7 +15,8 @@ from draftsmith.errors import BadInput, DraftsmithError
 from draftsmith.files import TEMPORARY_SUFFIX, hash_file, hash_json, remove_leftovers, write_json
 
 MANIFEST = "manifest.json"
-STORE_IDENTITY = "store.json"  # the identity file of a store
+IDENTITY = "identity.json"  # the identity file of a stage's folder
+STORE_IDENTITY = "store.json"  # but of a store
 State = Literal["fresh", "resume", "done"]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from draftsmith.errors import BadInput
 
 METRICS, MEASUREMENTS = "metrics.jsonl", "measurements.jsonl"
+PLANNED = "planned"  # a key of the identity file: the counts that are known before the first step
 
 
 def whole_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -31,6 +32,15 @@ def whole_lines(path: Path) -> Iterator[dict[str, Any]]:
                     f"{path}, line {number}: wanted an object with a whole number 'step', found {text[:60]!r}"
                 )
             yield line
+
+
+def scalars(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield (name, number) of everything in a line but its step; a list's numbers as key/0, key/1, ..."""
+    for key, value in line.items():
+        if isinstance(value, list):
+            yield from ((f"{key}/{place}", number) for place, number in enumerate(value))
+        elif key != "step":
+            yield key, value
 
 
 def best_measurement(lines: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import BadInput
-from draftsmith.store.training import MEASUREMENTS, METRICS
+from draftsmith.store.training import MEASUREMENTS, METRICS, scalars
 
 EVENTS = "tensorboard"  # the folder of the events, within the checkpoint's
 
@@ -47,15 +47,6 @@ def open_log(folder: Path, done: int, tensorboard: bool) -> Iterator[RunLog]:
             for name in (METRICS, MEASUREMENTS)
         }
         yield RunLog(files, board)
-
-
-def scalars(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield (name, number) of everything in a line but its step; a list's numbers as key/0, key/1, ..."""
-    for key, value in line.items():
-        if isinstance(value, list):
-            yield from ((f"{key}/{place}", number) for place, number in enumerate(value))
-        elif key != "step":
-            yield key, value
 
 
 def _tensorboard(folder: Path, done: int) -> Any:

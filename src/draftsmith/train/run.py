@@ -21,6 +21,7 @@ from draftsmith.errors import BadInput
 from draftsmith.interop.source import SamplePlace, Source
 from draftsmith.recipe import TrainRecipe, VerifierRecipe
 from draftsmith.store.manifest import StageFolder
+from draftsmith.store.training import PLANNED
 from draftsmith.train.checkpoints import latest_checkpoint, restore, step_folder
 from draftsmith.train.loop import Job, Measure, read_progress, train
 from draftsmith.train.optimizers import make_optimizers, trained_parameters
@@ -86,18 +87,9 @@ def run_train(
         pack_loss = PackLoss(draft, head_D, recipe.step_weights, recipe.objective, _precision(recipe, device))
         wrapped = processes.wrap(pack_loss, recipe.shard)
         optimizers = make_optimizers(draft, recipe)
-        if processes.first:
-            folder.begin()
-        checkpoint = processes.from_first(latest_checkpoint(folder.path) if processes.first else None)
-        if checkpoint is not None:
-            restore(checkpoint[0], draft, optimizers)
-        so_far = read_progress(folder.path, checkpoint[1] if checkpoint else 0, processes.first)
         packs = [pack for _, members in steps for pack in members]
         filled = sum(lengths[i] for pack in packs for i in pack) / (len(packs) * recipe.pack_tokens)
-        end = train(job, pack_loss, wrapped, optimizers, so_far)
-        chosen = step_folder(folder.path, end.best["step"] if end.best else end.done)
-        counts = {
-            "steps": end.done,
+        planned = {
             "planned_steps": len(steps),
             "epochs": recipe.epochs,
             "samples": len(places),
@@ -109,6 +101,18 @@ def run_train(
             "draft_vocab_size": draft.config.draft_vocab_size,
             "vocabulary_coverage": covered,
             "trained_parameters": sum(p.numel() for _, p in trained_parameters(draft)),
+        }
+        if processes.first:
+            folder.begin({PLANNED: planned})
+        checkpoint = processes.from_first(latest_checkpoint(folder.path) if processes.first else None)
+        if checkpoint is not None:
+            restore(checkpoint[0], draft, optimizers)
+        so_far = read_progress(folder.path, checkpoint[1] if checkpoint else 0, processes.first)
+        end = train(job, pack_loss, wrapped, optimizers, so_far)
+        chosen = step_folder(folder.path, end.best["step"] if end.best else end.done)
+        counts = {
+            "steps": end.done,
+            **planned,
             "final_loss": end.last["loss"],
             "best": end.best,
             "draft": f"{chosen.name}/draft",
