@@ -19,6 +19,7 @@ VERBS = [
     "doctor",
     "inspect",
     "convert",
+    "report",
     "prepare",
     "extract",
     "validate",

@@ -142,7 +142,7 @@ def _count_lines(path: Path) -> int:
     if not path.is_file():
         return 0
     with path.open("rb") as file:
-        return sum(piece.count(b"\n") for piece in iter(lambda: file.read(4 << 20), b""))
+        return sum(piece.count(b"\n") for piece in iter(lambda: file.read(1 << 18), b""))
 
 
 def _ratio(totals: Floats, counts: Floats) -> Floats:

@@ -16,7 +16,7 @@ from draftsmith.report.curves import Curve, Floats
 from draftsmith.report.runs import TrainingRun
 
 COLOURS = ["#3b82c4", "#d9822b", "#2f9e6e", "#b84fa0", "#d1495b", "#7d6bd6", "#9a8a1f", "#1fa3b0"]
-LOG_FROM = 10.0  # a log axis where the largest running mean is over this many times the least
+LOG_FROM = 10.0  # a log axis where the largest value is over this many times the least
 _HEIGHT = 2.9  # inches
 _MARKED = 40  # up to so many measurements are marked one by one
 
@@ -50,7 +50,10 @@ def figures(runs: list[TrainingRun]) -> list[tuple[str, list[Figure]]]:
         ("Agreement with the verifier, training data", _unrolled(runs, "Agreement", "agreement", False)),
         (
             "Optimizer",
-            [_steps(runs, "Learning rate", "lr"), _steps(runs, "Gradient norm", "grad_norm", may_be_log=True)],
+            [
+                _steps(runs, "Learning rate", "lr", from_zero=True),
+                _steps(runs, "Gradient norm", "grad_norm", may_be_log=True),
+            ],
         ),
         (
             "Speed",
@@ -180,7 +183,7 @@ def _figure(
         if may_be_log and _is_log(lines):
             _log_axis(axes)
         elif from_zero:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
         axes.grid(axis="y", color=GREY, alpha=0.25, linewidth=0.6)
         if not several:
             _tokens_on_top(axes, runs[0])
@@ -200,7 +203,9 @@ def _draw_line(axes: Axes, line: Line, colour: str) -> None:
 
 
 def _is_log(lines: list[Line]) -> bool:
-    values = np.concatenate([line.y[np.isfinite(line.y)] for line in lines])
+    """Say whether values, ranges included, lie so far apart, all above zero."""
+    drawn = [values for line in lines for values in (line.y, line.least, line.largest) if values is not None]
+    values = np.concatenate([values[np.isfinite(values)] for values in drawn])
     return bool(values.min() > 0 and values.max() > LOG_FROM * values.min())
 
 

@@ -145,7 +145,7 @@ def _explained(runs: list[TrainingRun]) -> str:
     return (
         f'<p class="soft">A curve has at most {POINTS} points; here each stands for {steps}. Strong line: the running '
         f"mean, over a {SMOOTHED}th of the curve to either side, less near the ends. Pale: from the least to the "
-        f"largest value of a point. Lately: the mean over the last {RECENT}th. An axis whose means span more than a "
+        f"largest value of a point. Lately: the mean over the last {RECENT}th. An axis whose values span more than a "
         f"factor of {LOG_FROM:.0f} is logarithmic.</p>"
     )
 
