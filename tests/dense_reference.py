@@ -28,7 +28,7 @@ def dense_logits(draft: Eagle3Draft, ids_T: Tensor, aux_TA: Tensor, steps: int) 
     layer = draft.config.layer
     eps, theta = layer.rms_norm_eps, layer.rope_parameters["rope_theta"]
     heads, groups, width = layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim
-    rows = len(ids_T) - 1
+    rows, windows = len(ids_T) - 1, draft.config.windows
     aux = aux_TA[:rows]
     if draft.config.norm_before_fc:
         aux = rms_norm(aux, p["input_norm.weight"], eps)
@@ -39,6 +39,7 @@ def dense_logits(draft: Eagle3Draft, ids_T: Tensor, aux_TA: Tensor, steps: int) 
         )
     hidden = aux @ p["fc.weight"].T
     later = torch.arange(rows)[None, :] > torch.arange(rows)[:, None]
+    distance = torch.arange(rows)[:, None] - torch.arange(rows)[None, :]
     layers = range(layer.num_hidden_layers)
     keys: list[list[Tensor]] = [[] for _ in layers]
     values: list[list[Tensor]] = [[] for _ in layers]
@@ -66,8 +67,12 @@ def dense_logits(draft: Eagle3Draft, ids_T: Tensor, aux_TA: Tensor, steps: int) 
             q, key = rope(q, positions, theta), rope(key, positions, theta)
             keys[n].append(key.repeat_interleave(heads // groups, 1))
             values[n].append(value.repeat_interleave(heads // groups, 1))
-            scores = torch.einsum("thd,shd->hts", q, keys[n][0]).masked_fill(later, -torch.inf)
+            # The query stands at t + k, a key of step 0 at s, an own key of step i at t + i.
+            window = windows[n] or rows + steps
+            hidden_from_t = later | (distance + k >= window)
+            scores = torch.einsum("thd,shd->hts", q, keys[n][0]).masked_fill(hidden_from_t, -torch.inf)
             own = [torch.einsum("thd,thd->ht", q, keys[n][i])[..., None] for i in range(1, k + 1)]
+            own = [score if k - i < window else score - torch.inf for i, score in enumerate(own, 1)]
             weights = (torch.cat([scores, *own], -1) / width**0.5).softmax(-1)
             out = torch.einsum("hts,shd->thd", weights[..., :rows], values[n][0])
             for i in range(1, k + 1):

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
-from draftsmith.draft.config import DraftConfig
+from draftsmith.draft.config import DraftConfig, with_window
 from draftsmith.draft.model import Eagle3Draft, new_draft
 from draftsmith.draft.rows import plan_rows
 from draftsmith.draft.unroll import Pack
@@ -17,7 +17,12 @@ SampleTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def small_draft(
-    seed: int = 0, norm_before_residual: bool = True, layers: int = 1, qwen3: bool = False, **options: bool
+    seed: int = 0,
+    norm_before_residual: bool = True,
+    layers: int = 1,
+    qwen3: bool = False,
+    window: int = 0,
+    **options: bool,
 ) -> Eagle3Draft:
     layer = (Qwen3Config if qwen3 else LlamaConfig)(
         hidden_size=HIDDEN,
@@ -30,6 +35,8 @@ def small_draft(
         rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
+    if window:
+        layer = with_window(layer, window)
     generator = torch.Generator().manual_seed(seed)
     token_ids = torch.randperm(VOCAB, generator=generator)[:DRAFT_VOCAB].sort().values
     config = DraftConfig(layer, DRAFT_VOCAB, [1, 2, 3], norm_before_residual, "small", ["LlamaForCausalLM"], **options)

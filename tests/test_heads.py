@@ -11,13 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import MakeRecipe
-from draftsmith.draft.checkpoint import load_draft
+from draftsmith.draft.checkpoint import load_draft, save_draft
+from draftsmith.draft.config import with_window
+from draftsmith.draft.eagle_format import read_eagle_config, save_eagle
 from draftsmith.draft.vocabulary import DraftVocabulary
 from draftsmith.draft.warm_start import warm_draft
 from draftsmith.errors import BadInput
 from draftsmith.validate.head import validate_head
 from draftsmith.verifier.facts import read_facts
 from draftsmith.verifier.head import read_embedding, read_head
+from small import small_draft
 
 Cli = Callable[..., tuple[int, str, str]]
 Tensors = dict[str, torch.Tensor]
@@ -114,6 +117,11 @@ def test_a_warm_start_keeps_the_layer_and_the_rows_of_known_tokens(trained: Path
     for place, token in enumerate(new.tolist()):
         row = earlier.lm_head.weight[(old == token).nonzero().item()] if earlier.t2d[token] else rows[place]
         assert torch.equal(draft.lm_head.weight[place], row)
+    windowed = replace(config, layer=with_window(config.layer, 16))
+    draft = warm_draft(earlier, windowed, vocabulary, read_embedding(facts), rows, "there")
+    assert (draft.config.windows, earlier.config.windows) == ([16], [None])
+    again = warm_draft(draft, config, draft.vocabulary, read_embedding(facts), rows, "there")
+    assert again.config.windows == [16]
     with pytest.raises(BadInput, match="its aux boundaries is"):
         warm_draft(earlier, replace(config, aux_boundaries=[1, 2, 3]), vocabulary, read_embedding(facts), rows, "there")
 
@@ -169,6 +177,9 @@ def in_layer(**values: Any) -> Callable[[Path], None]:
     return in_config(lambda config: config["transformer_layer_config"].update(values))
 
 
+WINDOW = {"sliding_window": 8, "use_sliding_window": True, "layer_types": ["sliding_attention"]}
+
+
 def private_path(config: dict[str, Any]) -> None:
     config["speculators_config"]["verifier"]["name_or_path"] = "/data/me/model"
 
@@ -200,6 +211,10 @@ FAULTS: list[tuple[str, str, Callable[[Path], None]]] = [
     ("DS412", "norms placed otherwise", in_config(lambda c: c.update(norm_before_residual=True))),
     ("DS412", "aux layers one off", in_config(lambda c: c.update(eagle_aux_hidden_state_layer_ids=[1, 3, 4]))),
     ("DS412", "another rope", in_layer(rope_parameters={"rope_type": "default", "rope_theta": 5e5})),
+    ("DS412", "a sliding window", in_layer(**WINDOW)),
+    ("DS412", "a window longer than the made-up input", in_layer(**{**WINDOW, "sliding_window": 2048})),
+    ("DS408", "a sliding layer without a window", in_layer(layer_types=["sliding_attention"])),
+    ("DS408", "a sliding layer, but windows are off", in_layer(**{**WINDOW, "use_sliding_window": False})),
     ("DS413", "a private path", in_config(private_path)),
 ]  # fmt: skip
 
@@ -215,6 +230,29 @@ def test_planted_faults_of_heads(
     assert report["passed"] == (code == "DS413")
     if code not in ("DS404", "DS406", "DS408"):  # a wrong shape or vocabulary shows in more than one place
         assert set(report["counts"]) == {code}, report["findings"]
+
+
+@pytest.mark.parametrize("qwen3", [False, True])
+def test_a_window_is_in_both_formats(tmp_path: Path, qwen3: bool) -> None:
+    draft = small_draft(norm_before_residual=False, window=5, qwen3=qwen3)
+    save_draft(tmp_path, draft, torch.float32, 3)
+    assert load_draft(tmp_path).config.windows == [5]
+    layer = json.loads((tmp_path / "config.json").read_text())["transformer_layer_config"]
+    assert {key: layer[key] for key in WINDOW} == {**WINDOW, "sliding_window": 5}
+    if not qwen3:  # EAGLE's format has llama layers only
+        save_eagle(tmp_path, draft, torch.float32)
+        values = json.loads((tmp_path / "config.json").read_text())
+        assert read_eagle_config(values, "there", None).windows == [5]
+        values["layer_types"] = None
+        assert read_eagle_config(values, "there", None).windows == [None]  # as in vLLM and speculators
+
+
+def test_sglang_is_told_the_window_on_its_command_line(trained: Path, tiny_verifier: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "sglang", tmp_path / "head")
+    in_config(lambda config: config.update(WINDOW))(tmp_path / "head")
+    report = validate_head(tmp_path / "head", read_facts(tiny_verifier))
+    assert report["passed"]
+    assert report["counts"] == {"DS414": 1}
 
 
 @pytest.mark.parametrize("form", ["speculators", "sglang"])

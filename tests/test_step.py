@@ -83,6 +83,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "EAGLE-3.1": {"fc_norm": True, "norm_output": True, "norm_before_residual": False},
     "qwen3": {"qwen3": True},
     "two layers": {"layers": 2},
+    "window": {"window": 3},
     "three qwen3 layers, everything": {
         "layers": 3, "qwen3": True, "norm_before_fc": True, "fc_norm": True, "norm_output": True,
     },
@@ -95,6 +96,41 @@ def test_every_form_of_the_draft_equals_the_dense_reference(form: dict[str, Any]
     draft = small_draft(**form)
     named = assert_equals_the_reference(draft, samples, [1.0, 0.8, 0.64])
     assert named == {name for name, _ in draft.named_parameters()} - {"embed_tokens.weight"}
+
+
+@pytest.mark.parametrize("window", [2, 3, 6])
+@pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS.keys())
+def test_a_sliding_window_equals_the_dense_reference(masks: list[list[int]], window: int) -> None:
+    """With 2, fewer than the steps, own keys fall out of the window as well."""
+    samples = [small_sample(mask, seed) for seed, mask in enumerate(masks)]
+    assert_equals_the_reference(small_draft(window=window), samples, [1.0, 0.8, 0.64])
+
+
+def test_a_window_of_one_key_leaves_each_row_alone() -> None:
+    """Attention has nothing to choose from: the same loss, and no gradient of queries and keys beyond rounding."""
+    draft, head = small_draft(window=1), small_head()
+    samples = [small_sample([0, 0, 1, 1, 1, 1, 1], 1)]
+    loss = step_loss(draft, samples, [1.0, 1.0])
+    loss.backward()
+    wanted = dense_loss(draft, samples, head.norm_H, head.lm_head_VH, head.eps, [1.0, 1.0])
+    assert relative_error(loss, wanted) < 1e-5
+    attention = draft.decoder_layers[0].self_attn
+    assert float(attention.k_proj.weight.grad.norm()) < 1e-5 * float(attention.v_proj.weight.grad.norm())
+
+
+def test_windows_of_single_layers_equal_the_dense_reference() -> None:
+    samples = [small_sample(mask, seed) for seed, mask in enumerate(MASKS["several packed"])]
+    draft = small_draft(layers=2, qwen3=True, window=4)
+    draft.config.layer.layer_types = ["sliding_attention", "full_attention"]
+    assert draft.config.windows == [4, None]
+    assert_equals_the_reference(draft, samples, [1.0, 0.8, 0.64])
+
+
+def test_a_window_changes_the_loss_only_where_it_hides_something() -> None:
+    samples = [small_sample([1] * 12, 1)]
+    losses = [step_loss(small_draft(window=window), samples, [1.0, 1.0]).item() for window in (0, 12, 11, 3)]
+    assert losses[0] == losses[1] == losses[2]  # the last row with a loss stands at 9, its query at step 1 at 10
+    assert relative_error(torch.tensor(losses[3]), torch.tensor(losses[0])) > 1e-3
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
@@ -222,3 +258,20 @@ def test_attention_gradients_by_finite_differences() -> None:
     ]  # fmt: skip
     inputs = (random(5, 4, 3), random(7, 2, 3), random(7, 2, 3), random(5, 2, 2, 3), random(5, 2, 2, 3))
     assert torch.autograd.gradcheck(lambda *x: attend(*x, blocks), inputs)
+    near = plan_blocks(rows, first, torch.device("cpu"), reach=2, block_rows=2)
+    assert [(b.key_start, b.key_end) for b in near] == [(0, 3), (3, 6), (5, 7)]
+    assert torch.autograd.gradcheck(lambda *x: attend(*x, near), inputs)
+    none = plan_blocks(rows, first, torch.device("cpu"), reach=0, block_rows=1)
+    assert [(b.key_start, b.key_end) for b in none] == [(2, 2), (3, 3), (4, 4), (6, 6), (7, 7)]
+    assert torch.autograd.gradcheck(lambda *x: attend(*x, none), inputs)
+
+
+def test_keys_that_a_window_hides_are_marked() -> None:
+    """Rows 4, 5 and 8 of a sample that begins at 0, each with the three keys up to its own place."""
+    rows, first = np.array([4, 5, 8]), np.zeros(9, np.int64)
+    (block,) = plan_blocks(rows, first, torch.device("cpu"), reach=3)
+    assert (block.key_start, block.key_end) == (2, 9)
+    seen = torch.ones(3, 7, dtype=torch.bool)
+    for start, marks in block.hidden:
+        seen[:, start : start + marks.shape[1]] &= ~marks
+    assert [(seen[i].nonzero().flatten() + 2).tolist() for i in range(3)] == [[2, 3, 4], [3, 4, 5], [6, 7, 8]]

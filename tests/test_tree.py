@@ -1,11 +1,12 @@
 """Trees of drafts: the draft's tree by a slow plain reference, greedy answers token-equal, sampled ones unbiased."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from draftsmith.draft.config import derive_config
+from draftsmith.draft.config import derive_config, with_window
 from draftsmith.draft.decode import DraftDecoder, Tree
 from draftsmith.draft.model import Eagle3Draft, new_draft
 from draftsmith.draft.vocabulary import DraftVocabulary
@@ -62,9 +63,10 @@ def test_a_tree_of_width_one_is_the_chain(models: tuple[RunningVerifier, Eagle3D
     assert decoder.propose_tree(4, 1, 4) == Tree(chain, [-1, 0, 1, 2])
 
 
-def test_the_tree_is_what_separate_chains_give(models: tuple[RunningVerifier, Eagle3Draft]) -> None:
+@pytest.mark.parametrize("window", [0, 3])
+def test_the_tree_is_what_separate_chains_give(models: tuple[RunningVerifier, Eagle3Draft], window: int) -> None:
     """Slow and plain: the score of each node is computed by extending a fresh decoder along its path alone."""
-    _, draft = models
+    draft = with_its_window(models[1], window) if window else models[1]
     aux = torch.randn(len(PROMPT), draft.fc.in_features, generator=torch.Generator().manual_seed(1))
     depth, width, total = 3, 3, 100
 
@@ -94,6 +96,13 @@ def test_the_tree_is_what_separate_chains_give(models: tuple[RunningVerifier, Ea
             path, at = [tree.tokens[at], *path], tree.parents[at]
         paths.add(tuple(path))
     assert paths == set(wanted)
+
+
+def with_its_window(draft: Eagle3Draft, window: int) -> Eagle3Draft:
+    config = replace(draft.config, layer=with_window(draft.config.layer, window))
+    windowed = Eagle3Draft(config, draft.vocabulary)
+    windowed.load_state_dict(draft.state_dict())
+    return windowed
 
 
 def test_sampled_walks_have_the_verifiers_distribution() -> None:

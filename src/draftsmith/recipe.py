@@ -135,6 +135,9 @@ class TrainRecipe(_Section):
     )
     layers: int = Field(1, ge=1, description="decoder layers of the draft")
     layer_type: Literal["llama", "qwen3"] = Field("llama", description="qwen3: queries and keys are normed per head")
+    sliding_window: int = Field(
+        0, ge=0, description="keys that the draft's attention sees, its own the last; 0: all, or as warm_start has it"
+    )
     norm_before_fc: bool = Field(False, description="norm the aux states, all together, before fc")
     fc_norm: bool = Field(False, description="norm each aux state before fc (EAGLE-3.1)")
     norm_output: bool = Field(False, description="feed back the output behind the final norm (EAGLE-3.1)")

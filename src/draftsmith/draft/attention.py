@@ -1,7 +1,8 @@
 """Attention of the unroll: causal over a shared prefix, plus a few keys that belong to each row alone.
 
-Row t at step k sees the step-0 keys of its sample at positions <= t, and its own keys of steps 1..k. Scores are
-made for one block of rows at a time and made again in the backward pass, so nothing of size rows x keys is kept.
+Row t at step k sees the step-0 keys of its sample at positions <= t, and its own keys of steps 1..k. With a sliding
+window it sees only the last few of them. Scores are made for one block of rows at a time and made again in the backward
+pass, so nothing of size rows x keys is kept.
 
 Shapes: n rows, P prefix rows, s own keys per row, h heads, g key-value heads, d head width, e = h / g;
 within a block b rows, L keys.
@@ -25,39 +26,55 @@ BLOCK_ROWS = 128
 class Block:
     """Rows [row_start, row_end) of a step and the prefix keys [key_start, key_end) that any of them sees.
 
-    From the key `hidden_from` (counted from key_start) on, `hidden` [b, keys] marks what a row must not see.
+    `hidden` are runs of keys that not all rows see: a run's first key, counted from key_start, and marks [b, keys] of
+    what a row must not see.
     """
 
     row_start: int
     row_end: int
     key_start: int
     key_end: int
-    hidden_from: int
-    hidden: Tensor
+    hidden: list[tuple[int, Tensor]]
 
 
-def plan_blocks(rows: Ints, first: Ints, device: torch.device, block_rows: int = BLOCK_ROWS) -> list[Block]:
-    """Cut ascending prefix rows into blocks, each within one sample (`first` marks where a sample begins)."""
+def plan_blocks(
+    rows: Ints, first: Ints, device: torch.device, reach: int | None = None, block_rows: int = BLOCK_ROWS
+) -> list[Block]:
+    """Cut ascending prefix rows into blocks, each within one sample (`first` marks where a sample begins).
+
+    `reach` is how many prefix keys a row sees at most: its own place and those before it.
+    """
     sample = first[rows]
     borders = [0, *(np.flatnonzero(np.diff(sample)) + 1).tolist(), len(rows)]
     blocks = []
     for start, end in itertools.pairwise(borders):
         for row_start in range(start, end, block_rows):
             own = rows[row_start : min(row_start + block_rows, end)]
-            # Keys up to the first row's own place are seen by the whole block: only those behind it need a mask.
-            hidden_from = int(own[0]) + 1
-            hidden = torch.from_numpy(np.arange(hidden_from, own[-1] + 1)[None, :] > own[:, None])
-            blocks.append(
-                Block(
-                    row_start,
-                    row_start + len(own),
-                    int(sample[row_start]),
-                    int(own[-1]) + 1,
-                    hidden_from - int(sample[row_start]),
-                    hidden.to(device),
-                )
-            )
+            low = first_seen(own, sample[row_start : row_start + len(own)], reach)
+            key_start, key_end = int(low[0]), int(own[-1]) + 1
+            # Keys from the last row's first one up to the first row's own place are seen by the whole block: only
+            # those before and behind them need a mask.
+            before = np.arange(key_start, min(int(low[-1]), key_end))
+            behind = np.arange(int(own[0]) + 1, key_end)
+            hidden = [
+                (int(keys[0]) - key_start, torch.from_numpy(marks).to(device))
+                for keys, marks in ((before, before < low[:, None]), (behind, behind > own[:, None]))
+                if len(keys)
+            ]
+            blocks.append(Block(row_start, row_start + len(own), key_start, key_end, hidden))
     return blocks
+
+
+def first_seen(rows: Ints, first: Ints, reach: int | None) -> Ints:
+    """Return the first prefix key that each row sees; `first` [n] is where its sample begins.
+
+    Raises ValueError if `reach` is below 0. With 0 a row sees none: the result is the place behind it.
+    """
+    if reach is None:
+        return first
+    if reach < 0:
+        raise ValueError(f"reach {reach}")
+    return np.maximum(first, rows + 1 - reach)
 
 
 def attend(
@@ -133,9 +150,8 @@ def _block_inputs(
 def _probabilities(block: Block, q: Tensor, k: Tensor, own_k: Tensor) -> Tensor:
     """Return the softmax [g, e*b, L + s] over visible prefix keys and own keys."""
     scores = torch.bmm(q, k.mT)
-    if block.hidden.shape[1]:
-        behind = _by_row(scores, block)[..., block.hidden_from :]
-        behind.masked_fill_(block.hidden, -torch.inf)
+    for start, marks in block.hidden:
+        _by_row(scores, block)[..., start : start + marks.shape[1]].masked_fill_(marks, -torch.inf)
     if own_k.shape[2]:
         own = torch.einsum("gebd,gbsd->gebs", _by_row(q, block), own_k)
         scores = torch.cat([scores, own.flatten(1, 2)], dim=-1)

@@ -1,5 +1,6 @@
 """The draft's configuration and its config.json in speculators format (which vLLM and speculators read)."""
 
+import copy
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Literal
@@ -14,9 +15,11 @@ LAYER_KEYS = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "vocab_size", "max_position_embeddings", "rms_norm_eps",
     "rope_parameters", "attention_bias", "attention_dropout", "mlp_bias", "initializer_range",
-    "tie_word_embeddings", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
+    "tie_word_embeddings", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "sliding_window",
+    "use_sliding_window", "layer_types",
 )  # fmt: skip
 _LAYERS: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+SLIDING = "sliding_attention"
 _MLA_HEAD_DIM, _MLA_KV_HEADS = 128, 8
 
 
@@ -44,6 +47,12 @@ class DraftConfig:
         return int(self.layer.num_hidden_layers)
 
     @property
+    def windows(self) -> list[int | None]:
+        """For each layer how many keys a query sees, the last one its own; None without a sliding window."""
+        kinds = getattr(self.layer, "layer_types", None) or [None] * self.num_layers
+        return [int(self.layer.sliding_window) if kind == SLIDING else None for kind in kinds]
+
+    @property
     def norms_heads(self) -> bool:
         """Whether queries and keys are normed per head, as in Qwen3."""
         return bool(self.layer.model_type == "qwen3")
@@ -67,8 +76,12 @@ def derive_config(
     verifier_name: str,
     num_layers: int = 1,
     layer_type: Literal["llama", "qwen3"] = "llama",
+    sliding_window: int = 0,
 ) -> DraftConfig:
-    """Derive a draft from its verifier: same width, heads, MLP width, norm epsilon and rope."""
+    """Derive a draft from its verifier: same width, heads, MLP width, norm epsilon and rope.
+
+    `sliding_window` is that of all layers, 0 for none.
+    """
     text = facts.text_config
     heads, kv_heads, head_dim = _attention_shape(text, facts.hidden_size)
     layer = _LAYERS[layer_type](
@@ -87,6 +100,8 @@ def derive_config(
         bos_token_id=text.get("bos_token_id"),
         eos_token_id=text.get("eos_token_id"),
     )
+    if sliding_window:
+        layer = with_window(layer, sliding_window)
     return DraftConfig(
         layer, draft_vocab_size, aux_boundaries, norm_before_residual, verifier_name, facts.architectures
     )
@@ -115,6 +130,27 @@ def rope_keys(layer: LlamaConfig | Qwen3Config) -> dict[str, Any]:
     """Return the two older rope keys: readers with transformers 4 look for them and ignore rope_parameters."""
     rope = layer.rope_parameters
     return {"rope_theta": rope["rope_theta"], "rope_scaling": None if rope["rope_type"] == "default" else rope}
+
+
+def with_window(layer: LlamaConfig | Qwen3Config, sliding_window: int) -> LlamaConfig | Qwen3Config:
+    """Return the layer config with a sliding window in all layers.
+
+    speculators and vLLM go by `layer_types`, transformers' Qwen3 also by `use_sliding_window`.
+    """
+    changed = copy.deepcopy(layer)
+    changed.sliding_window, changed.use_sliding_window = sliding_window, True
+    changed.layer_types = [SLIDING] * layer.num_hidden_layers
+    return changed
+
+
+def check_window(layer: LlamaConfig | Qwen3Config, where: str) -> None:
+    """Raise BadInput if a layer slides without a window: servers differ in what they take for it."""
+    kinds = getattr(layer, "layer_types", None) or []
+    window = getattr(layer, "sliding_window", None)
+    if SLIDING in kinds and not (
+        isinstance(window, int) and window >= 1 and getattr(layer, "use_sliding_window", True)
+    ):
+        raise BadInput(f"{where}: layer_types names {SLIDING}, but sliding_window is off ({window})")
 
 
 def layer_values(layer: LlamaConfig | Qwen3Config) -> dict[str, Any]:
@@ -171,8 +207,10 @@ def from_json(values: dict[str, Any], where: str) -> DraftConfig:
     if layer.get("model_type") not in _LAYERS:
         raise BadInput(f"{where}: a draft of {layer.get('model_type')} layers; only {' and '.join(_LAYERS)} are known")
     verifier = values["speculators_config"]["verifier"]
+    layer_config = _LAYERS[layer["model_type"]](**layer)
+    check_window(layer_config, where)
     return DraftConfig(
-        _LAYERS[layer["model_type"]](**layer),
+        layer_config,
         values["draft_vocab_size"],
         to_boundaries(values["eagle_aux_hidden_state_layer_ids"], "vllm"),
         values["norm_before_residual"],

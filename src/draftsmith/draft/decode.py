@@ -1,5 +1,8 @@
 """The draft while decoding: one row after another with a cache of keys and values.
 
+With a sliding window W a row sees the keys less than W positions before it: drafts on other branches of a tree never,
+ancestors as they stand on its own branch.
+
 Shapes: n new rows, L rows in the cache, H width, h / g heads, d head width.
 """
 
@@ -35,6 +38,7 @@ class DraftDecoder:
         empty = draft.fc.weight.new_empty(0, attention.kv_heads, attention.head_dim)
         self._keys: list[Tensor] = [empty] * len(draft.layers)  # a layer each, [L, g, d]
         self._values: list[Tensor] = [empty] * len(draft.layers)
+        self._positions = torch.empty(0, dtype=torch.long, device=empty.device)  # of the rows in the cache, [L]
         self._confirmed = 0
         self._hidden_1H = draft.fc.weight.new_empty(0)
 
@@ -99,7 +103,9 @@ class DraftDecoder:
         draft = self._draft
         embed_nH = draft.embed_tokens(torch.tensor(tokens, device=hidden_nH.device))
         cos, sin = draft.cos_sin(positions_n)
-        for number, layer in enumerate(draft.decoder_layers):
+        self._positions = torch.cat([self._positions, positions_n])
+        distance_nL = positions_n[:, None] - self._positions
+        for number, (layer, window) in enumerate(zip(draft.decoder_layers, draft.config.windows, strict=True)):
             input_nW, residual_nH = layer.attention_input(embed_nH, hidden_nH)
             attention = layer.self_attn
             self._keys[number] = torch.cat([self._keys[number], attention.keys(input_nW, cos, sin)])
@@ -108,7 +114,7 @@ class DraftDecoder:
                 attention.queries(input_nW, cos, sin).transpose(0, 1),
                 self._keys[number].transpose(0, 1),
                 self._values[number].transpose(0, 1),
-                attn_mask=visible_nL,
+                attn_mask=visible_nL if window is None else visible_nL & (distance_nL < window),
                 enable_gqa=True,
             )
             hidden_nH = layer.finish(residual_nH, attended_hnd.transpose(0, 1))
@@ -116,6 +122,7 @@ class DraftDecoder:
 
     def _forget_drafts(self) -> None:
         """Cut the caches back to the confirmed rows."""
+        self._positions = self._positions[: self._confirmed]
         self._keys = [keys[: self._confirmed] for keys in self._keys]
         self._values = [values[: self._confirmed] for values in self._values]
 

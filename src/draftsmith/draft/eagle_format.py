@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from draftsmith.draft.config import LAYER_KEYS, DraftConfig, layer_values, rope_keys
+from draftsmith.draft.config import LAYER_KEYS, DraftConfig, check_window, layer_values, rope_keys
 from draftsmith.draft.model import Eagle3Draft
 from draftsmith.errors import BadInput
 from draftsmith.files import commit, temporary_name, write_json
@@ -91,8 +91,10 @@ def read_eagle_config(values: dict[str, Any], where: str, facts: VerifierFacts |
     if "rope_parameters" not in layer:
         scaling = values.get("rope_scaling") or {"rope_type": "default"}
         layer["rope_parameters"] = {**scaling, "rope_theta": values.get("rope_theta", 10000.0)}
+    layer_config = LlamaConfig(**{**layer, "num_hidden_layers": 1, "tie_word_embeddings": False})
+    check_window(layer_config, where)
     return DraftConfig(
-        LlamaConfig(**{**layer, "num_hidden_layers": 1, "tie_word_embeddings": False}),
+        layer_config,
         int(values.get("draft_vocab_size") or values["vocab_size"]),
         boundaries,
         False,

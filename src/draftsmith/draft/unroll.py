@@ -1,5 +1,13 @@
 """The training-time-test unroll (EAGLE-3, section 3.2) on the rows that the loss needs.
 
+With a sliding window W a query at position i sees the keys at positions i-W+1 to i, as in transformers and vLLM. Row
+t's query at step k stands at t+k, its own keys of steps 1..k at t+1..t+k. Row 4 with W = 3:
+
+    position           0   1   2   3   4   5   6
+    step 0 sees                x   x   x
+    step 1 sees                    x   x   o         x key of step 0
+    step 2 sees                        x   o   o     o own key
+
 Shapes: P prefix rows, n rows of a step, m rows with a loss, H width, A aux boundaries.
 """
 
@@ -28,8 +36,8 @@ class Pack:
 class _LayerCache:
     """A layer's keys and values: of all prefix rows at step 0, and of each row's own later steps."""
 
-    def __init__(self, layer: DraftLayer) -> None:
-        self._layer = layer
+    def __init__(self, layer: DraftLayer, window: int | None) -> None:
+        self._layer, self._window = layer, window
         self._own_keys: list[Tensor] = []
         self._own_values: list[Tensor] = []
 
@@ -56,19 +64,22 @@ class _LayerCache:
         return self._attend(input_nW, residual_nH, cos_sin_n, rows, first)
 
     def _attend(self, input_nW: Tensor, residual_nH: Tensor, cos_sin_n: CosSin, rows: Ints, first: Ints) -> Tensor:
+        # A row's query stands behind its own keys: each of them takes one place of the window from the prefix.
+        reach = None if self._window is None else max(self._window - len(self._own_keys), 0)
         attended_nhd = attend(
             self._layer.self_attn.queries(input_nW, *cos_sin_n),
             self._keys,
             self._values,
             self._stacked(self._own_keys, len(rows)),
             self._stacked(self._own_values, len(rows)),
-            plan_blocks(rows, first, input_nW.device),
+            plan_blocks(rows, first, input_nW.device, reach),
         )
         return self._layer.finish(residual_nH, attended_nhd)
 
     def _stacked(self, own: list[Tensor], rows: int) -> Tensor:
-        """Stack the rows' own keys or values of all steps so far: [n, s, g, d]."""
-        return torch.stack(own, dim=1) if own else self._keys.new_empty(rows, 0, *self._keys.shape[1:])
+        """Stack the rows' own keys or values of the steps so far that the window reaches: [n, s, g, d]."""
+        seen = own if self._window is None else own[-self._window :]
+        return torch.stack(seen, dim=1) if seen else self._keys.new_empty(rows, 0, *self._keys.shape[1:])
 
 
 def unroll(draft: Eagle3Draft, pack: Pack) -> list[Tensor]:
@@ -76,7 +87,8 @@ def unroll(draft: Eagle3Draft, pack: Pack) -> list[Tensor]:
     plan, device = pack.plan, draft.fc.weight.device
     token_after_P = torch.from_numpy(plan.prefix + 1).to(device)
     position_P = torch.from_numpy(plan.position).to(device)
-    caches = [_LayerCache(layer) for layer in draft.decoder_layers]
+    windows = draft.config.windows
+    caches = [_LayerCache(layer, window) for layer, window in zip(draft.decoder_layers, windows, strict=True)]
     every_row = np.arange(len(plan.prefix))
 
     hidden_nH = draft.fuse(pack.aux)

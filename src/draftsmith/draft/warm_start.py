@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftsmith.draft.config import DraftConfig
+from draftsmith.draft.config import DraftConfig, with_window
 from draftsmith.draft.model import Eagle3Draft
 from draftsmith.draft.vocabulary import DraftVocabulary
 from draftsmith.errors import BadInput
@@ -22,7 +22,8 @@ def warm_draft(
     """Make a draft with the earlier one's layer, and its lm_head rows for the tokens that both vocabularies have.
 
     Rows of other tokens are the verifier's (`head_rows_DH`), as in a new draft. The form of the layer (heads, rope,
-    residual) is the earlier draft's. Raises BadInput if it has another width, vocabulary size, or other aux boundaries.
+    residual) is the earlier draft's, its sliding window too if `config` has none. Raises BadInput if it has another
+    width, vocabulary size, or other aux boundaries.
     """
     theirs = earlier.config
     for what, found, wanted in (
@@ -32,8 +33,10 @@ def warm_draft(
     ):
         if found != wanted:
             raise BadInput(f"{where}: cannot start from this head: its {what} is {found}, wanted {wanted}")
+    window = config.windows[0]
     own = replace(
         theirs,
+        layer=theirs.layer if window is None else with_window(theirs.layer, window),
         draft_vocab_size=config.draft_vocab_size,
         verifier_name=config.verifier_name,
         verifier_architectures=config.verifier_architectures,

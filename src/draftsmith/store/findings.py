@@ -170,6 +170,10 @@ CATALOGUE: dict[str, Check] = {
     ),
     "DS412": Check("error", "head that computes otherwise than its checkpoint", "less is accepted", "export it again"),
     "DS413": Check("warning", "verifier named by a private path", "others cannot find it", "set export.verifier_name"),
+    "DS414": Check(
+        "warning", "sliding window that the server reads from its command line", "long contexts are accepted less",
+        "start SGLang with --speculative-draft-window-size, the window less 1",
+    ),
 }  # fmt: skip
 
 

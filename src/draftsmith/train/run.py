@@ -172,6 +172,7 @@ def _start(
         name,
         recipe.layers,
         recipe.layer_type,
+        recipe.sliding_window,
     )
     config = replace(
         derived, norm_before_fc=recipe.norm_before_fc, fc_norm=recipe.fc_norm, norm_output=recipe.norm_output

@@ -1,4 +1,4 @@
-"""An exported head, checked before a server loads it: servers fill what is missing, silently. Codes DS401 to DS413."""
+"""An exported head, checked before a server loads it: servers fill what is missing, silently. Codes DS401 to DS414."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +61,8 @@ def validate_head(folder: Path, facts: VerifierFacts, checkpoint: Path | None = 
     tensors = canonical(stored)
     if config is not None:
         log.add(_verifier_findings(config, facts))
+        if is_eagle and (window := config.windows[0]) is not None:
+            log.add([Finding("DS414", f"{CONFIG}, sliding_window", "a window that SGLang reads", f"{window}")])
         log.add(_tensor_findings(tensors, config, is_eagle, weights.name))
         report |= {"aux_boundaries": config.aux_boundaries, "draft_vocab_size": config.draft_vocab_size}
     log.add(_number_findings(tensors))
@@ -185,6 +187,8 @@ def _forward_findings(head: Eagle3Draft, checkpoint: Eagle3Draft, stored: dict[s
     if head.config.aux_boundaries != checkpoint.config.aux_boundaries:
         trained_on = f"boundaries {checkpoint.config.aux_boundaries}, as the checkpoint was trained on"
         yield Finding("DS412", "aux layers", trained_on, f"boundaries {head.config.aux_boundaries}")
+    if head.config.windows != checkpoint.config.windows:  # the made-up input is shorter than most windows
+        yield Finding("DS412", "sliding window", f"{checkpoint.config.windows} per layer", f"{head.config.windows}")
     if not torch.equal(head.d2t, checkpoint.d2t):
         yield Finding("DS412", "d2t", "the checkpoint's draft vocabulary", "another one")
         return
