@@ -15,7 +15,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rope(x_Thd: Tensor, positions_T: Tensor, theta: float) -> Tensor:
     half = x_Thd.shape[-1] // 2
-    frequency = theta ** (-torch.arange(half, dtype=x_Thd.dtype) / half)
+    frequency = theta ** (-torch.arange(half, dtype=x_Thd.dtype, device=x_Thd.device) / half)
     angle = (positions_T[:, None].to(x_Thd.dtype) * frequency)[:, None, :]
     first, second = x_Thd[..., :half], x_Thd[..., half:]
     cos, sin = angle.cos(), angle.sin()
@@ -38,14 +38,14 @@ def dense_logits(draft: Eagle3Draft, ids_T: Tensor, aux_TA: Tensor, steps: int) 
             [rms_norm(aux[:, i * third : (i + 1) * third], p[f"fc_norm.{i}.weight"], eps) for i in range(3)], -1
         )
     hidden = aux @ p["fc.weight"].T
-    later = torch.arange(rows)[None, :] > torch.arange(rows)[:, None]
-    distance = torch.arange(rows)[:, None] - torch.arange(rows)[None, :]
+    place = torch.arange(rows, device=ids_T.device)
+    distance = place[:, None] - place[None, :]
     layers = range(layer.num_hidden_layers)
     keys: list[list[Tensor]] = [[] for _ in layers]
     values: list[list[Tensor]] = [[] for _ in layers]
     logits = []
     for k in range(steps):
-        tokens = torch.tensor([int(ids_T[t + 1 + k]) if t + 1 + k < len(ids_T) else 0 for t in range(rows)])
+        tokens = torch.cat([ids_T[1 + k :], ids_T.new_zeros(k)])[:rows]
         embedded = draft.embed_tokens.weight[tokens]
         for n in layers:
             w = {name.removeprefix(f"layers.{n}."): p[name] for name in p if name.startswith(f"layers.{n}.")}
@@ -63,13 +63,13 @@ def dense_logits(draft: Eagle3Draft, ids_T: Tensor, aux_TA: Tensor, steps: int) 
                     rms_norm(key, w["self_attn.k_norm.weight"], eps),
                 )
             value = (x @ w["self_attn.v_proj.weight"].T).view(rows, groups, width)
-            positions = torch.arange(rows) + k
+            positions = place + k
             q, key = rope(q, positions, theta), rope(key, positions, theta)
             keys[n].append(key.repeat_interleave(heads // groups, 1))
             values[n].append(value.repeat_interleave(heads // groups, 1))
             # The query stands at t + k, a key of step 0 at s, an own key of step i at t + i.
             window = windows[n] or rows + steps
-            hidden_from_t = later | (distance + k >= window)
+            hidden_from_t = (distance < 0) | (distance + k >= window)
             scores = torch.einsum("thd,shd->hts", q, keys[n][0]).masked_fill(hidden_from_t, -torch.inf)
             own = [torch.einsum("thd,thd->ht", q, keys[n][i])[..., None] for i in range(1, k + 1)]
             own = [score if k - i < window else score - torch.inf for i, score in enumerate(own, 1)]
@@ -109,7 +109,7 @@ def dense_loss(
     """Loss over samples (ids [T], mask [T], aux [T, A*H], last [T, H])."""
     draft_ids = draft.vocabulary.token_ids
     supervised = 0
-    total = torch.zeros((), dtype=lm_head_VH.dtype)
+    total = torch.zeros((), dtype=lm_head_VH.dtype, device=lm_head_VH.device)
     for ids, mask, aux, last in samples:
         logits = dense_logits(draft, ids, aux, len(step_weights))
         target = (rms_norm(last, norm_H, eps) @ lm_head_VH.T)[:, draft_ids].softmax(-1)

@@ -8,15 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compare_step import assert_equals_the_reference, relative_error, step_loss
 from dense_reference import dense_loss
 from draftsmith.draft.attention import attend, plan_blocks
 from draftsmith.draft.decode import DraftDecoder
-from draftsmith.draft.loss import unroll_loss
-from draftsmith.draft.model import Eagle3Draft
 from draftsmith.draft.objectives import ObjectiveName
 from draftsmith.draft.rows import plan_rows, target_positions
 from draftsmith.draft.unroll import unroll
-from small import SampleTensors, make_pack, small_draft, small_head, small_sample
+from small import make_pack, small_draft, small_head, small_sample
 
 MASKS = {
     "full": [[1] * 17],
@@ -27,44 +26,6 @@ MASKS = {
     "several packed": [[0, 0, 1, 1, 1, 1], [1] * 9, [0] * 12 + [1, 1], [0, 1, 1, 0, 1, 1, 1]],
     "one without targets among others": [[0, 0, 1, 1, 1], [0, 0, 0, 1], [0, 1, 1, 1, 1, 1]],
 }
-
-
-def step_loss(
-    draft: Eagle3Draft,
-    samples: list[SampleTensors],
-    weights: list[float],
-    chunk: int | None = None,
-    objective: ObjectiveName = "kl",
-) -> torch.Tensor:
-    pack, last = make_pack(samples, len(weights))
-    head = small_head().rows(draft.vocabulary.token_ids)
-    rows = unroll(draft, pack)
-    loss, _ = unroll_loss(rows, draft.lm_head.weight, last, head, pack.plan, weights, len(last), chunk, objective)
-    return loss
-
-
-def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    found, wanted = found.detach(), wanted.detach()
-    return float((found - wanted).norm() / wanted.norm().clamp(min=1e-12))
-
-
-def assert_equals_the_reference(
-    draft: Eagle3Draft, samples: list[SampleTensors], weights: list[float], objective: ObjectiveName = "kl"
-) -> set[str]:
-    """Compare loss and every gradient; return the names of the parameters that have one."""
-    head = small_head()
-    loss = step_loss(draft, samples, weights, chunk=5, objective=objective)
-    loss.backward()
-    found = {name: p.grad.clone() for name, p in draft.named_parameters() if p.grad is not None}
-    draft.zero_grad()
-    reference = dense_loss(draft, samples, head.norm_H, head.lm_head_VH, head.eps, weights, objective)
-    reference.backward()
-    wanted = {name: p.grad for name, p in draft.named_parameters() if p.grad is not None}
-    assert relative_error(loss.detach(), reference.detach()) < 1e-5
-    assert found.keys() == wanted.keys()
-    errors = {name: relative_error(found[name], wanted[name]) for name in wanted}
-    assert max(errors.values()) < 1e-5, errors
-    return set(found)
 
 
 @pytest.mark.parametrize("norm_before_residual", [True, False])

@@ -138,6 +138,9 @@ class TrainRecipe(_Section):
     sliding_window: int = Field(
         0, ge=0, description="keys that the draft's attention sees, its own the last; 0: all, or as warm_start has it"
     )
+    attention: Literal["auto", "blocks", "flex"] = Field(
+        "auto", description="how it is computed: blocks of rows, or flex (FlexAttention); auto: flex on GPU"
+    )
     norm_before_fc: bool = Field(False, description="norm the aux states, all together, before fc")
     fc_norm: bool = Field(False, description="norm each aux state before fc (EAGLE-3.1)")
     norm_output: bool = Field(False, description="feed back the output behind the final norm (EAGLE-3.1)")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.draft.attention import attend, plan_blocks
+from draftsmith.draft.flex_attention import AttentionBackend, attend_flex, uses_flex
 from draftsmith.draft.model import DraftLayer, Eagle3Draft
 from draftsmith.draft.rows import Ints, RowPlan
 
@@ -36,8 +37,8 @@ class Pack:
 class _LayerCache:
     """A layer's keys and values: of all prefix rows at step 0, and of each row's own later steps."""
 
-    def __init__(self, layer: DraftLayer, window: int | None) -> None:
-        self._layer, self._window = layer, window
+    def __init__(self, layer: DraftLayer, window: int | None, backend: AttentionBackend) -> None:
+        self._layer, self._window, self._backend = layer, window, backend
         self._own_keys: list[Tensor] = []
         self._own_values: list[Tensor] = []
 
@@ -66,14 +67,17 @@ class _LayerCache:
     def _attend(self, input_nW: Tensor, residual_nH: Tensor, cos_sin_n: CosSin, rows: Ints, first: Ints) -> Tensor:
         # A row's query stands behind its own keys: each of them takes one place of the window from the prefix.
         reach = None if self._window is None else max(self._window - len(self._own_keys), 0)
-        attended_nhd = attend(
+        inputs = (
             self._layer.self_attn.queries(input_nW, *cos_sin_n),
             self._keys,
             self._values,
             self._stacked(self._own_keys, len(rows)),
             self._stacked(self._own_values, len(rows)),
-            plan_blocks(rows, first, input_nW.device, reach),
         )
+        if uses_flex(self._backend, input_nW.device, self._layer.self_attn.head_dim):
+            attended_nhd = attend_flex(*inputs, rows, first, reach)
+        else:
+            attended_nhd = attend(*inputs, plan_blocks(rows, first, input_nW.device, reach))
         return self._layer.finish(residual_nH, attended_nhd)
 
     def _stacked(self, own: list[Tensor], rows: int) -> Tensor:
@@ -82,13 +86,14 @@ class _LayerCache:
         return torch.stack(seen, dim=1) if seen else self._keys.new_empty(rows, 0, *self._keys.shape[1:])
 
 
-def unroll(draft: Eagle3Draft, pack: Pack) -> list[Tensor]:
+def unroll(draft: Eagle3Draft, pack: Pack, backend: AttentionBackend = "auto") -> list[Tensor]:
     """Return, for each step, the normed hidden states [m, H] of its rows with a loss."""
     plan, device = pack.plan, draft.fc.weight.device
     token_after_P = torch.from_numpy(plan.prefix + 1).to(device)
     position_P = torch.from_numpy(plan.position).to(device)
     windows = draft.config.windows
-    caches = [_LayerCache(layer, window) for layer, window in zip(draft.decoder_layers, windows, strict=True)]
+    layers = zip(draft.decoder_layers, windows, strict=True)
+    caches = [_LayerCache(layer, window, backend) for layer, window in layers]
     every_row = np.arange(len(plan.prefix))
 
     hidden_nH = draft.fuse(pack.aux)

@@ -84,7 +84,8 @@ def run_train(
         ]
         measure = _measure(source, facts, device, len(recipe.step_weights), recipe.measure_samples, acceptance)
         job = Job(folder.path, source, places, targets, steps, recipe, device, processes, measure)
-        pack_loss = PackLoss(draft, head_D, recipe.step_weights, recipe.objective, _precision(recipe, device))
+        precision = _precision(recipe, device)
+        pack_loss = PackLoss(draft, head_D, recipe.step_weights, recipe.objective, precision, recipe.attention)
         wrapped = processes.wrap(pack_loss, recipe.shard)
         optimizers = make_optimizers(draft, recipe)
         packs = [pack for _, members in steps for pack in members]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from draftsmith.draft.flex_attention import AttentionBackend
 from draftsmith.draft.loss import unroll_loss
 from draftsmith.draft.model import Eagle3Draft
 from draftsmith.draft.objectives import ObjectiveName
@@ -28,17 +29,18 @@ class PackLoss(nn.Module):
         step_weights: list[float],
         objective: ObjectiveName,
         precision: torch.dtype = torch.float32,
+        attention: AttentionBackend = "auto",
     ) -> None:
         super().__init__()
         self.draft = draft
         self.step_weights = step_weights
-        self._head_D, self._objective, self._precision = head_D, objective, precision
+        self._head_D, self._objective, self._precision, self._attention = head_D, objective, precision, attention
 
     def forward(self, pack: TrainingPack, targets_in_step: int) -> tuple[Tensor, Tensor]:
         """Return the pack's share of the step's loss, and float64 [3, K]: summed loss, agreeing rows, rows."""
         device = self.draft.fc.weight.device
         with torch.autocast(device.type, self._precision, enabled=self._precision != torch.float32):
-            rows = unroll(self.draft, pack.pack)
+            rows = unroll(self.draft, pack.pack, self._attention)
         loss, sums = unroll_loss(
             rows,
             self.draft.lm_head.weight,
