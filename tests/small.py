@@ -22,6 +22,7 @@ def small_draft(
     layers: int = 1,
     qwen3: bool = False,
     window: int = 0,
+    head_dim: int = 8,
     **options: bool,
 ) -> Eagle3Draft:
     layer = (Qwen3Config if qwen3 else LlamaConfig)(
@@ -30,7 +31,7 @@ def small_draft(
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=head_dim,
         vocab_size=VOCAB,
         rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
@@ -72,7 +73,7 @@ def small_sample(mask: list[int], seed: int) -> SampleTensors:
 
 def make_pack(samples: list[SampleTensors], steps: int) -> tuple[Pack, Tensor]:
     """Lay samples end to end; return the pack and the last states at its targets."""
-    plan = plan_rows([mask.numpy().astype(np.uint8) for _, mask, _, _ in samples], steps)
+    plan = plan_rows([mask.cpu().numpy().astype(np.uint8) for _, mask, _, _ in samples], steps)
     aux = torch.cat([aux for _, _, aux, _ in samples])[plan.prefix]
     last = torch.cat([last for _, _, _, last in samples])[plan.targets]
     return Pack(torch.cat([ids for ids, _, _, _ in samples]), aux, plan), last
