@@ -40,13 +40,13 @@ TWO_ANSWERS = [0] * 7 + [1] * 9 + [0] * 6 + [1] * 15
 ALL = [1] * TOKENS
 
 
-def export(folder: Path, verifier: Path, norm_before_residual: bool) -> None:
+def export(folder: Path, verifier: Path, norm_before_residual: bool, window: int = 0) -> None:
     """Write a head as training exports it, with weights far from their start, so that every part matters."""
     facts = read_facts(verifier)
     generator = torch.Generator().manual_seed(1)
     token_ids = torch.randperm(facts.vocab_size, generator=generator)[:DRAFT_VOCAB].sort().values
     vocabulary = DraftVocabulary(token_ids, facts.vocab_size)
-    config = derive_config(facts, DRAFT_VOCAB, AUX, norm_before_residual, str(verifier))
+    config = derive_config(facts, DRAFT_VOCAB, AUX, norm_before_residual, str(verifier), sliding_window=window)
     draft = new_draft(config, vocabulary, read_embedding(facts), read_head(facts).rows(token_ids).lm_head_VH, 0)
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
@@ -116,6 +116,18 @@ def test_the_loss_is_speculators_own(
         wanted, found = peer_losses(tmp_path / "head", sample, mask, steps), [*mask, 1]
     assert wanted[0] > 0.1
     assert our_losses(tmp_path / "head", sample, found, steps) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_window_is_speculators_own_in_the_first_step(tmp_path: Path, tiny_verifier: Path) -> None:
+    """Later steps differ: speculators' rows keep all keys of step 0 that they saw there, a server's do not."""
+    export(tmp_path / "head", tiny_verifier, True, window=6)
+    facts = read_facts(tiny_verifier)
+    sample = document(facts.hidden_size, facts.vocab_size)
+    theirs = peer_losses(tmp_path / "head", sample, ONE_ANSWER, 3)
+    ours = our_losses(tmp_path / "head", sample, [*ONE_ANSWER, 1], 3)
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+    assert ours[1] != pytest.approx(theirs[1], rel=1e-4)
+    assert ours[2] != pytest.approx(theirs[2], rel=1e-4)
 
 
 @pytest.mark.parametrize(
