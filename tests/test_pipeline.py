@@ -127,6 +127,23 @@ def test_train_refuses_an_unvalidated_store(make_recipe: MakeRecipe, run_cli: Cl
     assert run_cli("train", recipe, "--set", "train.accept_unvalidated=true")[0] == 0
 
 
+def test_extract_says_its_speed_but_writes_it_nowhere(
+    make_recipe: MakeRecipe, run_cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second to start, two for all tokens; what is on disk does not depend on the machine's speed."""
+    recipe = make_recipe()
+    assert run_cli("prepare", recipe)[0] == 0
+    times = iter([5.0, 6.0, 8.0])
+    monkeypatch.setattr("draftsmith.extract.run.time.perf_counter", lambda: next(times))
+    result = json.loads(run_cli("extract", recipe, "--json")[1])
+    assert result["tokens_per_second"] == round(result["tokens"] / 2, 1)
+    assert result["seconds_to_start"] == 1.0
+    monkeypatch.undo()
+    assert "tokens/s" not in run_cli("extract", recipe)[1]  # up to date
+    assert "tokens_per_second" not in (tmp_path / "run" / "store" / "manifest.json").read_text()
+    assert " tokens/s, after " in run_cli("extract", recipe, "--redo")[1]
+
+
 def test_json_output_is_json(make_recipe: MakeRecipe, run_cli: Cli) -> None:
     code, out, _ = run_cli("prepare", make_recipe(), "--json")
     assert code == 0

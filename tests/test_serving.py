@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from conftest import MakeRecipe
-from draftsmith.draft.checkpoint import load_draft, save_draft
+from draftsmith.draft.checkpoint import load_draft
 from draftsmith.evaluate.agreement import DTYPE, LOOK_AT, TEMPLATE, Replayed, Suspect, advise, compare
 from draftsmith.evaluate.counts import Counts
 from draftsmith.evaluate.decode import decode_plain, decode_speculative
@@ -26,6 +26,7 @@ from draftsmith.verifier.facts import read_facts
 from draftsmith.verifier.head import read_head
 from draftsmith.verifier.run import RunningVerifier, load_verifier
 from draftsmith.verifier.vllm_server import served_dtype
+from head_faults import FAULTS, broken_copy
 from test_page import Balance
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -188,34 +189,11 @@ def test_a_difference_is_explained_with_both_tokens(tiny_verifier: Path, verifie
     assert explain(verifier, tokenizer, "p", prompt, ([4, 5], [4]), "float32")["cause"] == "one answer ends earlier"
 
 
-def plant(head: Path, fault: str, trained: Path) -> None:
-    """Change an exported head as broken exporters do."""
-    config = read_json(head / "config.json")
-    if fault == NUMBERING:
-        config["eagle_aux_hidden_state_layer_ids"] = [b - 1 for b in config["eagle_aux_hidden_state_layer_ids"]]
-    elif fault == NORMS:
-        config["norm_before_residual"] = not config["norm_before_residual"]
-    elif fault == VOCABULARY:
-        draft = load_draft(trained)
-        draft.d2t += torch.arange(len(draft.d2t)) * 0 + 1
-        draft.t2d.copy_(draft.vocabulary.t2d)
-        save_draft(head, draft, torch.float32, 3)
-        return
-    elif fault == DTYPE:
-        save_draft(head, load_draft(trained), torch.bfloat16, 3)
-        return
-    (head / "config.json").write_text(json.dumps(config))
-
-
-@pytest.mark.parametrize("fault", [NUMBERING, NORMS, VOCABULARY, DTYPE])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_named_first_by_looking(run: Path, tiny_verifier: Path, tmp_path: Path, fault: str) -> None:
-    import shutil
-
-    head, trained, facts = tmp_path / "head", trained_draft(run), read_facts(tiny_verifier)
-    shutil.copytree(run / "head", head)
-    assert head_suspects(head, trained, facts) == []
-    plant(head, fault, trained)
-    found = head_suspects(head, trained, facts)
+    trained, facts = trained_draft(run), read_facts(tiny_verifier)
+    assert head_suspects(run / "head", trained, facts) == []
+    found = head_suspects(broken_copy(run / "head", tmp_path / "head", fault), trained, facts)
     assert found[0].cause == fault
     assert found[0].wrong
     assert advise(fault == DTYPE, GOOD, found, [])[0]["cause"] == fault
@@ -262,6 +240,9 @@ class FakeHandler(BaseHTTPRequestHandler):
 
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock:
+            if self.path == "/tokenize" and not self.server.template:
+                self.send(json.dumps({"error": {"message": "no chat template"}}).encode(), 400)
+                return
             if self.path == "/tokenize":
                 tokenizer = build_tokenizer()
                 tokenizer.chat_template = self.server.template
@@ -276,8 +257,8 @@ class FakeHandler(BaseHTTPRequestHandler):
                 answer = {"choices": [{"token_ids": decoded.tokens}]}
         self.send(json.dumps(answer).encode())
 
-    def send(self, data: bytes) -> None:
-        self.send_response(200)
+    def send(self, data: bytes, status: int = 200) -> None:
+        self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -306,13 +287,9 @@ def test_three_ways_agree_and_a_server_that_takes_other_layers_is_found_out(
 
     The prompts are those of the training: a verifier of random numbers cannot be learned, but learned by heart.
     """
-    import shutil
-
     from conftest import TEMPLATE as RIGHT
 
-    right, broken = run / "head", tmp_path / "broken"
-    shutil.copytree(right, broken)
-    plant(broken, NUMBERING, trained_draft(run))
+    right, broken = run / "head", broken_copy(run / "head", tmp_path / "broken", NUMBERING)
     ask = ("evaluate", run.parent / "recipe.toml", "--server", "vllm", "--json", "--set", "evaluate.prompts=6")
     ask = (*ask, "--prompts", run.parent / "rows.jsonl")
     server = serve(right, RIGHT)
@@ -336,6 +313,21 @@ def test_three_ways_agree_and_a_server_that_takes_other_layers_is_found_out(
     assert "one layer too early" in found["look_at"][0]["text"]
     assert found["speed_up"] > 0
 
+    # Told of the broken head, too: a copy of this run's export is measured against this run's checkpoint, ...
+    ask = (*ask, "--url", server.url, "--set", f"evaluate.head={broken}")
+    result = json.loads(run_cli(*ask)[1])
+    assert result["measured_against"] == str(trained_draft(run))
+    assert not result["sets"][0]["agreement"]["agrees"]
+    texts = [advice["text"] for advice in result["sets"][0]["look_at"] if advice["cause"] == NUMBERING]
+    assert "config names boundaries [3, 5, 6]; trained on [4, 6, 7]" in texts[0]
+    assert "one layer too early" in texts[1]
+    # ... a head that nobody says was exported here against itself.
+    (broken / "manifest.json").unlink()
+    result = json.loads(run_cli(*ask)[1])
+    assert result["measured_against"] == str(broken)
+    assert result["sets"][0]["agreement"]["agrees"]
+    assert result["sets"][0]["look_at"] == []
+
 
 def test_a_server_with_another_template_is_named_first(
     run: Path, run_cli: Cli, serve: Callable[[Path, str], FakeServer], tmp_path: Path
@@ -358,6 +350,16 @@ def test_a_server_with_another_template_is_named_first(
     assert checked.open == checked.fetched == []
     result["sets"][0]["set"] = result["head"] = "<script>alert(1)</script>"
     assert "<script" not in server_page(result)
+
+
+def test_a_server_without_a_template_is_named(
+    run: Path, run_cli: Cli, serve: Callable[[Path, str], FakeServer]
+) -> None:
+    server = serve(run / "head", "")
+    code, out, err = run_cli("evaluate", run.parent / "recipe.toml", "--server", "vllm", "--url", server.url)
+    assert code == 0, out + err
+    assert "look at chat template: the server cannot render messages: HTTP 400" in out
+    assert "no chat template" in out
 
 
 def test_rows_without_a_question_are_refused(make_recipe: MakeRecipe, run_cli: Cli, tmp_path: Path) -> None:

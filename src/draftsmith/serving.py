@@ -33,7 +33,7 @@ from draftsmith.extract.run import VLLM_LOG
 from draftsmith.files import write_json, write_text
 from draftsmith.pipeline import Pipeline
 from draftsmith.recipe import Source as RowSource
-from draftsmith.store.manifest import MANIFEST, read_json, read_manifest
+from draftsmith.store.manifest import MANIFEST, content_hash, read_json, read_manifest
 from draftsmith.store.samples import CHAT_TEMPLATE
 from draftsmith.validate.head import validate_head
 from draftsmith.verifier.facts import VerifierFacts, chat_template
@@ -102,7 +102,11 @@ def _reference(pipeline: Pipeline, served: "ServedHead", draft_length: int) -> R
 
 
 class ServedHead:
-    """The head that is served, and the draft it should be: the recipe's checkpoint, if it was exported from it."""
+    """The head that is served, and the draft it should be: this run's checkpoint, if it was exported from that.
+
+    Of a head that `evaluate.head` names, its manifest says so (export writes it); one from elsewhere has only itself
+    to be measured against.
+    """
 
     def __init__(self, pipeline: Pipeline) -> None:
         recipe, self._pipeline = pipeline.recipe, pipeline
@@ -110,7 +114,7 @@ class ServedHead:
         self.path = Path(recipe.evaluate.head) if recipe.evaluate.head else run_dir / "head"
         self.trained: Path | None = None
         checkpoint = run_dir / "checkpoint"
-        if not recipe.evaluate.head and (checkpoint / MANIFEST).is_file():
+        if (checkpoint / MANIFEST).is_file() and (not recipe.evaluate.head or _is_export_of(checkpoint, self.path)):
             self.trained = checkpoint / str(read_manifest(checkpoint)["counts"]["draft"])
         if not (self.path / "config.json").is_file():
             raise BadInput(f"{self.path}: no head. Run draftsmith export first, or set evaluate.head.")
@@ -132,6 +136,14 @@ class ServedHead:
         if serving != ours:
             found.append(Suspect(DTYPE, f"vLLM serves in {serving}; measured here in {ours}", wrong=False))
         return found
+
+
+def _is_export_of(checkpoint: Path, head: Path) -> bool:
+    """Say whether a head's manifest names this checkpoint as what it was made from."""
+    if not (head / MANIFEST).is_file():
+        return False
+    made_from = read_json(head / MANIFEST).get("made_from") or {}
+    return bool(made_from.get("inputs", {}).get("checkpoint") == content_hash(checkpoint))
 
 
 def head_suspects(head: Path, trained: Path | None, facts: VerifierFacts) -> list[Suspect]:
@@ -217,6 +229,8 @@ class Prompts:
         given = self.pipeline.recipe.prepare.template_kwargs
         for messages in [_PROBE, *(rows[0][1] for rows in self._rows.values() if rows)]:
             theirs, ours = rendered_by_server(server, messages, given), self._render(messages)
+            if isinstance(theirs, str):
+                return [Suspect(TEMPLATE, f"the server cannot render messages: {theirs}")]
             if theirs is not None and theirs != ours:
                 return [Suspect(TEMPLATE, self._describe(theirs, ours))]
         facts = self.pipeline.facts

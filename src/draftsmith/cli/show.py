@@ -56,6 +56,9 @@ def _show_extract(counts: dict[str, Any], console: Console) -> None:
         console,
         f"  {counts['samples']:,} samples, {counts['tokens']:,} tokens in {counts['shards']:,} shards",
     )
+    if "tokens_per_second" in counts:
+        rate, start = counts["tokens_per_second"], counts["seconds_to_start"]
+        _line(console, f"  {rate:,.0f} tokens/s, after {start:.0f} s in which the engine started")
 
 
 def _show_validate(report: dict[str, Any], console: Console) -> None:

@@ -77,7 +77,7 @@ def advise(agrees: bool, served: Counts, suspects: list[Suspect], replayed: list
         if nearest is not None:
             length = nearest.counts.as_json()["acceptance_length"]
             measured = served.as_json()["acceptance_length"]
-            text = f"vLLM's figures are those of a head of which {nearest.text}: {length} replayed, {measured} in vLLM"
+            text = f"vLLM accepts as of a head of which {nearest.text}: {length} replayed, {measured} in vLLM"
             advice.append((nearest.cause, text))
     advice += [(suspect.cause, suspect.text) for suspect in found if not suspect.wrong]
     if not agrees:

@@ -19,8 +19,12 @@ def explain(
     prompt: list[int],
     answers: tuple[list[int], list[int]],
     dtype: str,
+    suspected: str = "speculation",
 ) -> dict[str, Any]:
-    """Say where two answers part, with which tokens, and how far apart the verifier has them (plain, speculative)."""
+    """Say where two answers part, with which tokens, and how far apart the verifier has them (plain, speculative).
+
+    `suspected` is what else than rounding lies between the two.
+    """
     plain, other = answers
     shorter = min(len(plain), len(other))
     first = next((i for i in range(shorter) if plain[i] != other[i]), shorter)
@@ -37,5 +41,5 @@ def explain(
         "tokens": [tokenizer.decode([token], skip_special_tokens=False) for token in pair],
         "logit_gap": float(f"{gap:.3g}"),
         "rounding_tie": tie,
-        "cause": "a tie that rounding decides" if tie else "not a tie: speculation changed the answer",
+        "cause": "a tie that rounding decides" if tie else f"not a tie: {suspected} changed the answer",
     }

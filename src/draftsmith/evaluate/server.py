@@ -7,6 +7,7 @@ conditional acceptance at position k = accepted at k / accepted at k-1 (at 0: / 
 import json
 import re
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +25,7 @@ from draftsmith.verifier.vllm_server import VllmServer, model_arguments, running
 PromptSet = list[tuple[str, list[int]]]  # (name, token ids)
 PLAIN, SPECULATIVE = "plain", "speculative"
 _TIMEOUT = 3600.0
+_REFUSED = 400
 _METRIC = re.compile(r"^vllm:spec_decode_num_(\w+?)_total\{([^}]*)\} ([0-9.e+]+)$", re.M)
 _POSITION = re.compile(r'position="(\d+)"')
 
@@ -100,19 +102,26 @@ def serve_set(name: str, prompts: PromptSet, found: dict[str, VllmServer], max_n
     return served
 
 
-def rendered_by_server(server: VllmServer, messages: list[dict[str, Any]], given: dict[str, Any]) -> list[int] | None:
-    """Return the token ids that a server's own chat template gives; None if it does not say."""
+def rendered_by_server(
+    server: VllmServer, messages: list[dict[str, Any]], given: dict[str, Any]
+) -> list[int] | str | None:
+    """Return the token ids that a server's own chat template gives, or why it gives none; None if it does not say."""
     body = {"messages": messages, "add_generation_prompt": True, "chat_template_kwargs": given}
     try:
         tokens = _post(server, body, "tokenize")["tokens"]
-    except (DraftsmithError, KeyError):
+    except urllib.error.HTTPError as error:  # 400: it renders messages, but not these; vLLM answers so without template
+        return f"HTTP {error.code}: {error.read().decode(errors='replace')}" if error.code == _REFUSED else None
+    except (OSError, KeyError):
         return None
     return tokens if isinstance(tokens, list) else None
 
 
 def _complete(server: VllmServer, ids: list[int], max_new_tokens: int) -> list[int]:
     body = {"prompt": ids, "max_tokens": max_new_tokens, "temperature": 0.0, "return_token_ids": True}
-    answer = _post(server, body)["choices"][0].get("token_ids")
+    try:
+        answer = _post(server, body, "v1/completions")["choices"][0].get("token_ids")
+    except OSError as error:
+        raise DraftsmithError(f"vLLM at {server.url} did not answer: {error}; see {server.log}") from error
     if not isinstance(answer, list):
         raise DraftsmithError(f"{server.url}: returns no token ids; vLLM 0.10.2 or later does (return_token_ids)")
     return answer
@@ -122,16 +131,13 @@ def _base(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def _post(server: VllmServer, body: dict[str, Any], path: str = "v1/completions") -> dict[str, Any]:
+def _post(server: VllmServer, body: dict[str, Any], path: str) -> dict[str, Any]:
     request = urllib.request.Request(
         f"{server.url}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT) as response:
-            answer: dict[str, Any] = json.loads(response.read())
-            return answer
-    except OSError as error:
-        raise DraftsmithError(f"vLLM at {server.url} did not answer: {error}; see {server.log}") from error
+    with urllib.request.urlopen(request, timeout=_TIMEOUT) as response:
+        answer: dict[str, Any] = json.loads(response.read())
+        return answer
 
 
 def read_counts(server: VllmServer) -> Counts:

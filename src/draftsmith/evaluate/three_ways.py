@@ -57,7 +57,8 @@ def compare_set(
         for candidate in candidates
     ]  # fmt: skip
     advice = advise(agreement["agrees"], served.counts, suspects, replayed)
-    differences = _differences(prompts, plain_answers, served.answers[SPECULATIVE], reference)
+    suspected = "speculation" if PLAIN in served.answers else f"speculation, or vLLM's {reference.served_dtype},"
+    differences = _differences(prompts, plain_answers, served.answers[SPECULATIVE], reference, suspected)
     here = _own_figures(decoded)
     return {
         "set": name,
@@ -85,10 +86,10 @@ def _own_figures(decoded: Decoded) -> dict[str, Any]:
 
 
 def _differences(
-    prompts: PromptSet, plain: list[list[int]], speculative: list[list[int]], reference: Reference
+    prompts: PromptSet, plain: list[list[int]], speculative: list[list[int]], reference: Reference, suspected: str
 ) -> list[dict[str, Any]]:
     return [
-        explain(reference.verifier, reference.tokenizer, name, ids, (one, other), reference.served_dtype)
+        explain(reference.verifier, reference.tokenizer, name, ids, (one, other), reference.served_dtype, suspected)
         for (name, ids), one, other in zip(prompts, plain, speculative, strict=True)
         if one != other
     ]

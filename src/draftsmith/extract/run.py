@@ -4,6 +4,7 @@ Shards are planned from the lengths before the verifier runs, and batches never 
 shard depend on nothing else, so a killed run loses the shard in flight and repeats it to the same bytes.
 """
 
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def run_extract(
     recipe: ExtractRecipe,
     verifier_recipe: VerifierRecipe,
 ) -> dict[str, Any]:
-    """Write the store for all samples; go on where an interrupted run stopped. Returns the counts."""
+    """Write the store for all samples; go on where an interrupted run stopped. Returns counts and tokens/s."""
     samples = SampleTable(samples_folder)
     boundaries = [*aux_boundaries(recipe.aux_boundaries, facts.num_layers), facts.num_layers]
     plan = plan_shards(samples.lengths, samples.splits, len(boundaries) * facts.hidden_size * 2, recipe.shard_mib << 20)
@@ -46,7 +47,7 @@ def run_extract(
             "shards": [shard.as_json() for shard in plan],
         }
     )
-    _write_missing_shards(folder.path, plan, samples, boundaries, facts, recipe, verifier_recipe)
+    speed = _write_missing_shards(folder.path, plan, samples, boundaries, facts, recipe, verifier_recipe)
     counts = {
         "shards": len(plan),
         "samples": len(samples),
@@ -54,7 +55,7 @@ def run_extract(
         "supervised_tokens": sum(int(samples[row].loss_mask.sum()) for row in range(len(samples))),
     }
     folder.finish(counts, [shard.file for shard in plan])
-    return counts
+    return counts | speed  # not in the manifest, which is the same whatever machine wrote it
 
 
 def _write_missing_shards(
@@ -65,10 +66,12 @@ def _write_missing_shards(
     facts: VerifierFacts,
     recipe: ExtractRecipe,
     verifier_recipe: VerifierRecipe,
-) -> None:
+) -> dict[str, float]:
+    """Write the shards that are not there; return tokens/s of the running engine, and the seconds it took to start."""
     missing = [shard for shard in plan if not is_written(folder / shard.file, shard)]
     if not missing:
-        return
+        return {}
+    began = time.perf_counter()
     if recipe.engine == "vllm":
         log, longest = folder.parent / VLLM_LOG, max(samples.lengths)
         engine: Any = vllm_engine(recipe, verifier_recipe, facts, boundaries, log, longest)
@@ -78,6 +81,7 @@ def _write_missing_shards(
     total = sum(samples.lengths)
     done = total - sum(shard.tokens for shard in missing)
     with engine as running, progress("extract", total, "tokens", done) as meter, ThreadPoolExecutor(1) as disk:
+        started = time.perf_counter()
         writing: Future[None] | None = None
         for shard in missing:
             members = [samples[row] for row in shard.rows]
@@ -88,6 +92,8 @@ def _write_missing_shards(
             writing = disk.submit(write_shard, folder / shard.file, shard.rows, members, planes)
         if writing is not None:
             writing.result()
+        seconds = time.perf_counter() - started
+    return {"tokens_per_second": round((total - done) / seconds, 1), "seconds_to_start": round(started - began, 1)}
 
 
 def _refuse_non_finite(planes: dict[int, Tensor], members: list[Sample]) -> None:
