@@ -9,7 +9,8 @@
 Every tool runs in its own environment, as one process with one thread, in float32, with its own collator, model class,
 step and optimizer (benchmarks/peers); the tools take turns. What is printed: tokens (padding not counted) per CPU
 second of the training steps, data loading left out; the memory at the peak, and above what the process had before the
-first step; loss and agreement as the tool itself says them.
+first step; loss and agreement as the tool itself says them. For draftsmith also the share of this CPU's matrix rate, by
+the operations that the step needs (benchmarks/operations.py).
 
 --supervised F keeps the last share F of each sample's tokens supervised, 1 all of them. With --quality each tool starts
 from its own initial weights, trains on the train split at the same constant learning rate, and saves its draft now and
@@ -59,7 +60,8 @@ def run_worker(tool: str, folder: Path, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    own = [str(ROOT / "src"), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(own)}
 
 
 def summarise(rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -67,11 +69,19 @@ def summarise(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     failed = [result["failed"] for result in rounds if "failed" in result]
     if failed:
         return {"failed": failed[0]}
-    rates = []
+    rates, operations = [], []
     for result in rounds:
         counted = slice(UNCOUNTED_STEPS if len(result["tokens"]) > UNCOUNTED_STEPS else 0, None)
-        rates.append(sum(result["tokens"][counted]) / sum(result["cpu_seconds"][counted]))
+        seconds = sum(result["cpu_seconds"][counted])
+        rates.append(sum(result["tokens"][counted]) / seconds)
+        if result["matrix_rate"]:
+            operations.append((sum(result["operations"][counted]) / seconds, result["matrix_rate"]))
+    reached = {
+        "operations_per_second": round(max(rate for rate, _ in operations)),
+        "matrix_rate": round(max(rate for _, rate in operations)),
+    } if operations else {}  # fmt: skip
     return {
+        **reached,
         "tokens_per_cpu_second": [round(rate, 1) for rate in rates],
         "peak_mb": round(max(result["peak_mb"] for result in rounds)),
         "above_start_mb": round(max(result["peak_mb"] - result["start_mb"] for result in rounds)),
@@ -105,6 +115,10 @@ def speed_table(summary: dict[str, dict[str, Any]]) -> str:
             f"{tool:12} {sum(rates) / len(rates):13.1f} {spread:>18} {values['peak_mb']:8,} "
             f"{values['above_start_mb']:11,} {values['loss']:9.4f} {values['agreement']:6.3f}"
         )
+        if "matrix_rate" in values:
+            reached, rate = values["operations_per_second"] / 1e9, values["matrix_rate"] / 1e9
+            text = f"{reached:.0f} of {rate:.0f} G operations/s: {reached / rate:.0%} of the matrix rate"
+            lines.append(f"{'':12} {text} in the best round")
     return "\n".join(lines)
 
 

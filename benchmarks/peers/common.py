@@ -78,12 +78,17 @@ def read_sample(job: Job, number: int) -> Sample:
 
 @dataclass
 class Meter:
-    """Measures steps: `begin`, then `end`. `start_mb` is the process before the first step, `peak_mb` its most."""
+    """Measures steps: `begin`, then `end`. `start_mb` is the process before the first step, `peak_mb` its most.
+
+    Where a tool counts them: `operations` that each step needs, and `matrix_rate`, operations per second of a product.
+    """
 
     tokens: list[int] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
     agreement: list[float] = field(default_factory=list)
+    operations: list[float] = field(default_factory=list)
+    matrix_rate: float = 0.0
     start_mb: float = 0.0
     peak_mb: float = 0.0
     _began: float = 0.0
@@ -107,10 +112,25 @@ class Meter:
         self.agreement.append(agreement)
 
     def spent(self, job: Job) -> bool:
-        """Say whether the job's CPU seconds are used up; write what was measured so far."""
+        """Write what was measured so far; say whether the job's CPU seconds are used up."""
+        self.write(job)
+        return sum(self.cpu_seconds) > job.cpu_limit
+
+    def write(self, job: Job) -> None:
+        """Write what was measured so far."""
         values = {name: value for name, value in asdict(self).items() if not name.startswith("_")}
         (Path(job.folder) / "measured.json").write_text(json.dumps(values), encoding="utf-8")
-        return sum(self.cpu_seconds) > job.cpu_limit
+
+
+def measure_matrix_rate(width: int = 2048, tries: int = 8) -> float:
+    """Return the best rate of a float32 product of two square matrices, in operations per CPU second."""
+    a, b = torch.randn(width, width), torch.randn(width, width)
+    best = float("inf")
+    for _ in range(tries):
+        began = time.process_time()
+        torch.mm(a, b)
+        best = min(best, time.process_time() - began)
+    return 2 * width**3 / best
 
 
 def _memory_mb(key: str) -> float:

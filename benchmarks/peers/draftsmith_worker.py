@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from common import Job, Meter, read_sample
+from common import Job, Meter, measure_matrix_rate, read_sample
+from operations import step_operations
 from torch import Tensor
 
 from draftsmith.draft.config import derive_config
@@ -57,9 +58,12 @@ def main() -> None:
         result = optimizer_step(pack_loss, pack_loss, [pack], targets, optimizers, recipe.clip_norm, processes)
         meter.end(pack.tokens)
         meter.note(result.loss, result.agreement[0])
+        meter.operations.append(sum(step_operations(config, pack.pack.plan).values()))
         job.save(step, draft.state_dict())
         if meter.spent(job):
             break
+    meter.matrix_rate = measure_matrix_rate()  # last: it takes memory
+    meter.write(job)
 
 
 if __name__ == "__main__":
