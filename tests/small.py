@@ -1,5 +1,7 @@
 """Small drafts and samples with random numbers, for tests of the training step."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -23,10 +25,11 @@ def small_draft(
     qwen3: bool = False,
     window: int = 0,
     head_dim: int = 8,
+    width: int = HIDDEN,
     **options: bool,
 ) -> Eagle3Draft:
     layer = (Qwen3Config if qwen3 else LlamaConfig)(
-        hidden_size=HIDDEN,
+        hidden_size=width,
         intermediate_size=48,
         num_hidden_layers=layers,
         num_attention_heads=4,
@@ -41,6 +44,7 @@ def small_draft(
     generator = torch.Generator().manual_seed(seed)
     token_ids = torch.randperm(VOCAB, generator=generator)[:DRAFT_VOCAB].sort().values
     config = DraftConfig(layer, DRAFT_VOCAB, [1, 2, 3], norm_before_residual, "small", ["LlamaForCausalLM"], **options)
+    config = replace(config, target_hidden_size=HIDDEN if width != HIDDEN else None)
     head = small_head(seed)
     embedding = torch.randn(VOCAB, HIDDEN, generator=generator)
     draft = new_draft(config, DraftVocabulary(token_ids, VOCAB), embedding, head.lm_head_VH[token_ids], seed)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from conftest import MakeRecipe
 from draftsmith.draft.checkpoint import load_draft, save_draft
@@ -21,37 +21,15 @@ from draftsmith.validate.head import validate_head
 from draftsmith.verifier.facts import read_facts
 from draftsmith.verifier.head import read_embedding, read_head
 from small import small_draft
+from trained_heads import checkpoint_of, in_config, in_tensors, shuffle_head, train_heads
 
 Cli = Callable[..., tuple[int, str, str]]
-Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, tiny_verifier: Path) -> Path:
     """A run with a trained draft, norm_before_residual = false, and heads in both formats."""
-    from draftsmith.pipeline import Pipeline
-    from draftsmith.recipe import load_recipe
-
-    folder = tmp_path_factory.mktemp("trained")
-    rows = "".join(json.dumps({"prompt": f"the cat number {i} sat on {i * 7}"}) + "\n" for i in range(24))
-    (folder / "rows.jsonl").write_text(rows)
-    (folder / "recipe.toml").write_text(
-        f'run_dir = "run"\n[verifier]\nmodel = "{tiny_verifier}"\ndevice = "cpu"\n[prepare]\ninput = "rows.jsonl"\n'
-        "max_new_tokens = 24\nvalidation_share = 0.25\n[train]\ndraft_vocab_size = 64\nepochs = 2\n"
-        "norm_before_residual = false\n[evaluate]\nprompts = 0\n"
-    )
-    pipeline = Pipeline(load_recipe(folder / "recipe.toml"))
-    for stage in pipeline.stages:
-        pipeline.run(stage)
-    shutil.copytree(folder / "run" / "head", folder / "speculators")
-    Pipeline(load_recipe(folder / "recipe.toml", ["export.format=sglang"]), "always").run("export")
-    shutil.copytree(folder / "run" / "head", folder / "sglang")
-    return folder
-
-
-def checkpoint_of(run: Path) -> Path:
-    checkpoint = run / "run" / "checkpoint"
-    return checkpoint / json.loads((checkpoint / "manifest.json").read_text())["counts"]["draft"]
+    return train_heads(tmp_path_factory.mktemp("trained"), tiny_verifier)
 
 
 def test_both_formats_give_back_every_bit(trained: Path, tiny_verifier: Path) -> None:
@@ -144,33 +122,9 @@ def test_train_starts_from_a_head_and_evaluate_measures_one(trained: Path, run_c
     assert str(trained) not in manifest
 
 
-def in_tensors(change: Callable[[Tensors], Any]) -> Callable[[Path], None]:
-    def apply(head: Path) -> None:
-        tensors = {name: tensor.clone() for name, tensor in load_file(head / "model.safetensors").items()}
-        change(tensors)
-        save_file(tensors, head / "model.safetensors")
-
-    return apply
-
-
-def in_config(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    def apply(head: Path) -> None:
-        config = json.loads((head / "config.json").read_text())
-        change(config)
-        (head / "config.json").write_text(json.dumps(config))
-
-    return apply
-
-
 def cut(head: Path) -> None:
     weights = head / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
-
-
-def shuffle_head(tensors: Tensors) -> None:
-    tensors["lm_head.weight"] = tensors["lm_head.weight"][
-        torch.randperm(64, generator=torch.Generator().manual_seed(0))
-    ]
 
 
 def in_layer(**values: Any) -> Callable[[Path], None]:

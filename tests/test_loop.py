@@ -80,7 +80,7 @@ def read_whole_lines(file: Path) -> list[str]:
     return [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-@pytest.mark.parametrize("choice", ["optimizer=muon", "objective=lk", "objective=tv", "objective=ce"])
+@pytest.mark.parametrize("choice", ["optimizer=muon", "objective=lk", "objective=tv", "objective=ce", "hidden_size=32"])
 def test_every_choice_learns(prepared: Path, run_cli: Cli, tmp_path: Path, choice: str) -> None:
     assert run_cli("train", prepared, "--set", f"train.{choice}")[0] == 0
     losses = [float(str(line["loss"])) for line in read_lines(tmp_path / "run" / "checkpoint" / "metrics.jsonl")]

@@ -133,6 +133,7 @@ class TrainRecipe(_Section):
     out_of_vocabulary: Literal["keep", "drop"] = Field(
         "keep", description="targets whose token the draft cannot propose: learn the rest of q there, or leave out"
     )
+    hidden_size: int = Field(0, ge=0, description="width of the draft; 0: the verifier's, or as warm_start has it")
     layers: int = Field(1, ge=1, description="decoder layers of the draft")
     layer_type: Literal["llama", "qwen3"] = Field("llama", description="qwen3: queries and keys are normed per head")
     sliding_window: int = Field(

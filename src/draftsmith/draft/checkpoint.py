@@ -36,7 +36,7 @@ def load_draft(folder: Path, facts: VerifierFacts | None = None) -> Eagle3Draft:
     """Load a draft of either format as float32.
 
     `facts` are the verifier's: its embedding is read from there where the file has none (EAGLE's format). Raises
-    BadInput if a tensor is missing, left over, or of the wrong shape.
+    BadInput if a tensor is missing, left over, or of the wrong shape, or if the head is for states of another width.
     """
     values = read_json(folder / "config.json")
     tensors, weights = read_tensors(folder)
@@ -44,12 +44,17 @@ def load_draft(folder: Path, facts: VerifierFacts | None = None) -> Eagle3Draft:
     if any(name.startswith(MIDLAYER) for name in tensors):
         config = read_eagle_config(values, where, facts)
         tensors = canonical(tensors)
-        if "embed_tokens.weight" not in tensors:
+        if "embed_tokens.weight" not in tensors and not config.has_own_embedding:
             if facts is None:
                 raise BadInput(f"{weights}: holds no embedding (EAGLE's format); name the verifier that has it")
             tensors["embed_tokens.weight"] = read_embedding(facts)
     else:
         config = from_json(values, where)
+    if facts is not None and config.verifier_width != facts.hidden_size:
+        raise BadInput(
+            f"{where}: a head for states of width {config.verifier_width}; those of the verifier in {facts.folder} "
+            f"are {facts.hidden_size} wide"
+        )
     if "d2t" not in tensors:
         raise BadInput(f"{weights}: no d2t; without it a draft id cannot be turned into a verifier token")
     draft = Eagle3Draft(config, DraftVocabulary.from_d2t(tensors["d2t"], config.vocab_size))

@@ -21,6 +21,7 @@ LAYER_KEYS = (
 _LAYERS: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 SLIDING = "sliding_attention"
 _MLA_HEAD_DIM, _MLA_KV_HEADS = 128, 8
+_MLP_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class DraftConfig:
     """What defines a draft. `layer` is its layers' transformers config (rope included); a Qwen3 layer norms q and k.
 
     `norm_before_fc` norms the aux states together, `fc_norm` each of them apart (EAGLE-3.1); with `norm_output` the
-    next step takes the output behind the final norm (EAGLE-3.1).
+    next step takes the output behind the final norm (EAGLE-3.1). `target_hidden_size` is the verifier's width where it
+    is not the draft's: `fc` leads from one to the other, and the draft has an embedding of its own, which is trained.
     """
 
     layer: LlamaConfig | Qwen3Config
@@ -40,6 +42,7 @@ class DraftConfig:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    target_hidden_size: int | None = None
 
     @property
     def num_layers(self) -> int:
@@ -59,8 +62,18 @@ class DraftConfig:
 
     @property
     def hidden_size(self) -> int:
-        """Width H of draft and verifier."""
+        """Width H of the draft."""
         return int(self.layer.hidden_size)
+
+    @property
+    def verifier_width(self) -> int:
+        """Width of the verifier's states."""
+        return self.target_hidden_size or self.hidden_size
+
+    @property
+    def has_own_embedding(self) -> bool:
+        """Whether the draft has another width than its verifier, whose embedding does not fit it then."""
+        return self.verifier_width != self.hidden_size
 
     @property
     def vocab_size(self) -> int:
@@ -77,16 +90,24 @@ def derive_config(
     num_layers: int = 1,
     layer_type: Literal["llama", "qwen3"] = "llama",
     sliding_window: int = 0,
+    hidden_size: int = 0,
 ) -> DraftConfig:
     """Derive a draft from its verifier: same width, heads, MLP width, norm epsilon and rope.
 
-    `sliding_window` is that of all layers, 0 for none.
+    `sliding_window` is that of all layers, 0 for none. `hidden_size` is the draft's width, 0 for the verifier's; in
+    another one heads are as wide as the verifier's and share keys in its ratio, and the MLP's width is in proportion.
+    Raises BadInput if such heads do not fill the width.
     """
-    text = facts.text_config
+    text, width = facts.text_config, hidden_size or facts.hidden_size
+    own_width = width != facts.hidden_size
     heads, kv_heads, head_dim = _attention_shape(text, facts.hidden_size)
+    intermediate_size = text["intermediate_size"]
+    if own_width:
+        heads, kv_heads = _heads_of_width(width, heads, kv_heads, head_dim)
+        intermediate_size = -(-intermediate_size * width // (facts.hidden_size * _MLP_MULTIPLE)) * _MLP_MULTIPLE
     layer = _LAYERS[layer_type](
-        hidden_size=facts.hidden_size,
-        intermediate_size=text["intermediate_size"],
+        hidden_size=width,
+        intermediate_size=intermediate_size,
         num_hidden_layers=num_layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
@@ -103,7 +124,13 @@ def derive_config(
     if sliding_window:
         layer = with_window(layer, sliding_window)
     return DraftConfig(
-        layer, draft_vocab_size, aux_boundaries, norm_before_residual, verifier_name, facts.architectures
+        layer,
+        draft_vocab_size,
+        aux_boundaries,
+        norm_before_residual,
+        verifier_name,
+        facts.architectures,
+        target_hidden_size=facts.hidden_size if own_width else None,
     )
 
 
@@ -114,6 +141,17 @@ def _attention_shape(text: dict[str, Any], hidden_size: int) -> tuple[int, int, 
         return heads, _MLA_KV_HEADS if heads % _MLA_KV_HEADS == 0 else heads, _MLA_HEAD_DIM
     heads = text["num_attention_heads"]
     return heads, text.get("num_key_value_heads") or heads, text.get("head_dim") or hidden_size // heads
+
+
+def _heads_of_width(width: int, heads: int, kv_heads: int, head_dim: int) -> tuple[int, int]:
+    """Return heads and key-value heads that fill a width, of the verifier's head width and in its ratio."""
+    ratio = heads // kv_heads
+    if width % (ratio * head_dim):
+        raise BadInput(
+            f"train.hidden_size = {width}: wanted a multiple of {ratio * head_dim}, {ratio} query heads of width "
+            f"{head_dim} for each key-value head, as the verifier has them"
+        )
+    return width // head_dim, width // head_dim // ratio
 
 
 def _rope(text: dict[str, Any]) -> dict[str, Any]:
@@ -153,6 +191,12 @@ def check_window(layer: LlamaConfig | Qwen3Config, where: str) -> None:
         raise BadInput(f"{where}: layer_types names {SLIDING}, but sliding_window is off ({window})")
 
 
+def read_target_width(values: dict[str, Any], layer: LlamaConfig | Qwen3Config) -> int | None:
+    """Return the verifier's width as a config names it; None if it is the draft's."""
+    width = values.get("target_hidden_size")
+    return None if width is None or width == layer.hidden_size else int(width)
+
+
 def layer_values(layer: LlamaConfig | Qwen3Config) -> dict[str, Any]:
     """Return the keys of config.json that describe the layers."""
     return {key: getattr(layer, key) for key in LAYER_KEYS if hasattr(layer, key)}
@@ -169,12 +213,12 @@ def to_json(config: DraftConfig, dtype: str, speculative_tokens: int) -> dict[st
         "dtype": dtype,
         "torch_dtype": dtype,
         "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": None,
+        "target_hidden_size": config.target_hidden_size,
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
-        "embed_requires_grad": False,
+        "embed_requires_grad": config.has_own_embedding,
         "tie_word_embeddings": False,
         "eagle_aux_hidden_state_layer_ids": from_boundaries(config.aux_boundaries, "vllm"),
         "transformer_layer_config": layer,
@@ -217,4 +261,5 @@ def from_json(values: dict[str, Any], where: str) -> DraftConfig:
         verifier["name_or_path"],
         verifier["architectures"],
         **{key: bool(values.get(key)) for key in ("norm_before_fc", "fc_norm", "norm_output")},
+        target_hidden_size=read_target_width(values, layer_config),
     )

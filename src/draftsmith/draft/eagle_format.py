@@ -3,8 +3,9 @@
     config.json          a llama config of one layer; draft_vocab_size; eagle_config.eagle_aux_hidden_state_layer_ids
                          (id k: the output of layer k, which is boundary k + 1; without ids the servers take boundaries
                          2, n//2, n-3)
-    model.safetensors    midlayer.*, fc, norm, lm_head, d2t, t2d; the embedding is the verifier's and not in the file
-    or pytorch_model.bin
+                         target_hidden_size, where the verifier's width is not the draft's
+    model.safetensors    midlayer.*, fc, norm, lm_head, d2t, t2d; embed_tokens only where the widths differ: else it is
+    or pytorch_model.bin the verifier's
 
 The layer's residual stream begins from the hidden state before its norm: a draft trained otherwise cannot be written.
 """
@@ -17,7 +18,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from draftsmith.draft.config import LAYER_KEYS, DraftConfig, check_window, layer_values, rope_keys
+from draftsmith.draft.config import (
+    LAYER_KEYS,
+    DraftConfig,
+    check_window,
+    layer_values,
+    read_target_width,
+    rope_keys,
+)
 from draftsmith.draft.model import Eagle3Draft
 from draftsmith.errors import BadInput
 from draftsmith.files import commit, temporary_name, write_json
@@ -46,7 +54,7 @@ def save_eagle(folder: Path, draft: Eagle3Draft, dtype: torch.dtype) -> None:
     tensors = {
         name.replace(LAYER, MIDLAYER): (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
         for name, tensor in draft.state_dict().items()
-        if name != "embed_tokens.weight"
+        if name != "embed_tokens.weight" or config.has_own_embedding
     }
     weights = folder / "model.safetensors"
     save_file(tensors, temporary_name(weights), metadata={"format": "pt"})
@@ -55,9 +63,12 @@ def save_eagle(folder: Path, draft: Eagle3Draft, dtype: torch.dtype) -> None:
 
 
 def _to_json(config: DraftConfig, dtype: str) -> dict[str, Any]:
+    # SGLang takes the key as it is wherever it is there, null too.
+    width = {"target_hidden_size": config.target_hidden_size} if config.has_own_embedding else {}
     return {
         **layer_values(config.layer),
         **rope_keys(config.layer),
+        **width,
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": config.draft_vocab_size,
         "torch_dtype": dtype,
@@ -100,6 +111,7 @@ def read_eagle_config(values: dict[str, Any], where: str, facts: VerifierFacts |
         False,
         values.get("verifier_name_or_path") or "",
         list(values.get("verifier_architectures") or (facts.architectures if facts is not None else [])),
+        target_hidden_size=read_target_width(values, layer_config),
     )
 
 

@@ -3,7 +3,8 @@
 Parameter names are those of the speculators format. Row t takes the token after position t and a hidden state of
 width H: `fc` of the verifier's aux states at t in the first step, the draft's own output later on.
 
-Shapes: n rows, H width, V / D vocabulary of verifier / draft, h / g heads and key-value heads, d head width.
+Shapes: n rows, H width, X the verifier's width (mostly H), A aux boundaries, V / D vocabulary of verifier / draft,
+h / g heads and key-value heads, d head width.
 """
 
 import torch
@@ -12,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.draft.config import DraftConfig
 from draftsmith.draft.vocabulary import DraftVocabulary
+from draftsmith.draft.width import leading_directions
 
 
 class DraftAttention(nn.Module):
@@ -94,7 +96,7 @@ class DraftLayer(nn.Module):
 
 
 class Eagle3Draft(nn.Module):
-    """The whole draft with its vocabulary. The embedding is the verifier's, frozen."""
+    """The whole draft with its vocabulary. The embedding is the verifier's, frozen, or in another width its own."""
 
     d2t: Tensor
     t2d: Tensor
@@ -105,12 +107,12 @@ class Eagle3Draft(nn.Module):
         self.config = config
         hidden = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
-        self.embed_tokens.weight.requires_grad_(False)
-        wide, eps = len(config.aux_boundaries) * hidden, config.layer.rms_norm_eps
+        self.embed_tokens.weight.requires_grad_(config.has_own_embedding)
+        wide, eps = len(config.aux_boundaries) * config.verifier_width, config.layer.rms_norm_eps
         if config.norm_before_fc:
             self.input_norm = nn.RMSNorm(wide, eps)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(nn.RMSNorm(hidden, eps) for _ in config.aux_boundaries)
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(config.verifier_width, eps) for _ in config.aux_boundaries)
         self.fc = nn.Linear(wide, hidden, bias=False)
         self.layers = nn.ModuleList(DraftLayer(config, number == 0) for number in range(config.num_layers))
         self.norm = nn.RMSNorm(hidden, eps)
@@ -125,7 +127,7 @@ class Eagle3Draft(nn.Module):
         return [layer for layer in self.layers if isinstance(layer, DraftLayer)]
 
     def fuse(self, aux_nA: Tensor) -> Tensor:
-        """Return the first step's hidden states [n, H] from the verifier's aux states [n, A*H], side by side."""
+        """Return the first step's hidden states [n, H] from the verifier's aux states [n, A*X], side by side."""
         if self.config.norm_before_fc:
             aux_nA = self.input_norm(aux_nA)
         if self.config.fc_norm:
@@ -164,21 +166,27 @@ def rotate(x_nhd: Tensor, cos_nd: Tensor, sin_nd: Tensor) -> Tensor:
 
 
 def new_draft(
-    config: DraftConfig, vocabulary: DraftVocabulary, embedding_VH: Tensor, head_rows_DH: Tensor, seed: int
+    config: DraftConfig, vocabulary: DraftVocabulary, embedding_VX: Tensor, head_rows_DX: Tensor, seed: int
 ) -> Eagle3Draft:
     """Make an untrained draft in float32.
 
     Embedding and lm_head rows are the verifier's; matrices are N(0, 0.02) from `seed`, except `fc`: it begins as
-    the deepest aux state, passed through, plus N(0, 0.002).
+    the deepest aux state, passed through, plus N(0, 0.002). In another width all three are seen through the leading
+    directions of the verifier's rows (`draft/width.py`).
     """
     generator = torch.Generator().manual_seed(seed)
     draft = Eagle3Draft(config, vocabulary)
+    passed_XH = torch.eye(config.hidden_size)
+    if config.has_own_embedding:
+        passed_XH = leading_directions(head_rows_DX, config.hidden_size)
+        embedding_VX = embedding_VX.float() @ leading_directions(embedding_VX, config.hidden_size)
+        head_rows_DX = head_rows_DX @ passed_XH
     with torch.no_grad():
-        draft.embed_tokens.weight.copy_(embedding_VH)
-        draft.lm_head.weight.copy_(head_rows_DH)
+        draft.embed_tokens.weight.copy_(embedding_VX)
+        draft.lm_head.weight.copy_(head_rows_DX)
         for name, parameter in sorted(draft.named_parameters()):
             if parameter.dim() == 2 and not name.startswith(("embed_tokens", "lm_head")):
                 parameter.normal_(0.0, 0.02, generator=generator)
         draft.fc.weight.mul_(0.1)
-        draft.fc.weight[:, -config.hidden_size :] += torch.eye(config.hidden_size)
+        draft.fc.weight[:, -config.verifier_width :] += passed_XH.T
     return draft

@@ -8,7 +8,7 @@ t's query at step k stands at t+k, its own keys of steps 1..k at t+1..t+k. Row 4
     step 1 sees                    x   x   o         x key of step 0
     step 2 sees                        x   o   o     o own key
 
-Shapes: P prefix rows, n rows of a step, m rows with a loss, H width, A aux boundaries.
+Shapes: P prefix rows, n rows of a step, m rows with a loss, T tokens, H width, X the verifier's, A aux boundaries.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ CosSin = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Pack:
-    """Samples laid end to end: `input_ids` int64 [T], `aux` [P, A*H] for the plan's prefix rows."""
+    """Samples laid end to end: `input_ids` int64 [T], `aux` [P, A*X] for the plan's prefix rows."""
 
     input_ids: Tensor
     aux: Tensor
@@ -97,10 +97,11 @@ def unroll(draft: Eagle3Draft, pack: Pack, backend: AttentionBackend = "auto") -
     every_row = np.arange(len(plan.prefix))
 
     hidden_nH = draft.fuse(pack.aux)
+    embed_TH = draft.embed_tokens(pack.input_ids)  # once: its gradient is as large as the vocabulary
     losses_from: list[Tensor] = []
     for k, step in enumerate(plan.steps):
         if k == 0:
-            embed_PH = draft.embed_tokens(pack.input_ids[token_after_P])
+            embed_PH = embed_TH.index_select(0, token_after_P)
             cos_sin_P = draft.cos_sin(position_P)
             for cache in caches:
                 # A layer below the last one owes its output to the keys of the next: for every prefix row.
@@ -109,7 +110,7 @@ def unroll(draft: Eagle3Draft, pack: Pack, backend: AttentionBackend = "auto") -
         else:
             rows_n = torch.from_numpy(step.rows).to(device)
             still_n = torch.from_numpy(step.from_previous).to(device)
-            embed_nH = draft.embed_tokens(pack.input_ids[token_after_P[rows_n] + k])
+            embed_nH = embed_TH.index_select(0, token_after_P[rows_n] + k)
             cos_sin_n = draft.cos_sin(position_P[rows_n] + k)
             hidden_nH = hidden_nH.index_select(0, still_n)
             for cache in caches:

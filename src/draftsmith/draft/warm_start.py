@@ -8,6 +8,7 @@ from torch import Tensor
 from draftsmith.draft.config import DraftConfig, with_window
 from draftsmith.draft.model import Eagle3Draft
 from draftsmith.draft.vocabulary import DraftVocabulary
+from draftsmith.draft.width import fitted_rows
 from draftsmith.errors import BadInput
 
 
@@ -15,19 +16,20 @@ def warm_draft(
     earlier: Eagle3Draft,
     config: DraftConfig,
     vocabulary: DraftVocabulary,
-    embedding_VH: Tensor,
-    head_rows_DH: Tensor,
+    embedding_VX: Tensor,
+    head_rows_DX: Tensor,
     where: str,
 ) -> Eagle3Draft:
     """Make a draft with the earlier one's layer, and its lm_head rows for the tokens that both vocabularies have.
 
-    Rows of other tokens are the verifier's (`head_rows_DH`), as in a new draft. The form of the layer (heads, rope,
-    residual) is the earlier draft's, its sliding window too if `config` has none. Raises BadInput if it has another
-    width, vocabulary size, or other aux boundaries.
+    Rows of other tokens are the verifier's (`head_rows_DX`), as in a new draft; in a draft of another width than its
+    verifier they follow from them as the known rows do, and the embedding is the earlier draft's. The form of the layer
+    (width, heads, rope, residual) is the earlier draft's, its sliding window too if `config` has none. Raises BadInput
+    if it is for a verifier of another width or vocabulary size, or for other aux boundaries.
     """
     theirs = earlier.config
     for what, found, wanted in (
-        ("width", theirs.hidden_size, config.hidden_size),
+        ("verifier width", theirs.verifier_width, config.verifier_width),
         ("verifier vocabulary", theirs.vocab_size, config.vocab_size),
         ("aux boundaries", theirs.aux_boundaries, config.aux_boundaries),
     ):
@@ -42,16 +44,28 @@ def warm_draft(
         verifier_architectures=config.verifier_architectures,
     )
     draft = Eagle3Draft(own, vocabulary)
-    rows_DH = head_rows_DH.clone()
-    known = earlier.t2d[vocabulary.token_ids]
-    place_of = torch.cumsum(earlier.t2d, 0) - 1  # draft id of each verifier token that the earlier vocabulary has
-    rows_DH[known] = earlier.lm_head.weight.detach()[place_of[vocabulary.token_ids[known]]]
     state = {
         **earlier.state_dict(),
-        "embed_tokens.weight": embedding_VH.float(),
-        "lm_head.weight": rows_DH,
+        "lm_head.weight": _lm_head_rows(earlier, vocabulary, head_rows_DX, where),
         "d2t": draft.d2t,
         "t2d": draft.t2d,
     }
+    if not own.has_own_embedding:
+        state["embed_tokens.weight"] = embedding_VX.float()
     draft.load_state_dict(state)
     return draft
+
+
+def _lm_head_rows(earlier: Eagle3Draft, vocabulary: DraftVocabulary, head_rows_DX: Tensor, where: str) -> Tensor:
+    """Return the rows [D, H] for the vocabulary: the earlier draft's where it has the token, else made from X."""
+    known = earlier.t2d[vocabulary.token_ids]
+    place_of = torch.cumsum(earlier.t2d, 0) - 1  # draft id of each verifier token that the earlier vocabulary has
+    kept_NH = earlier.lm_head.weight.detach()[place_of[vocabulary.token_ids[known]]]
+    if not earlier.config.has_own_embedding:
+        rows_DH = head_rows_DX.clone()
+    elif known.any():
+        rows_DH = fitted_rows(head_rows_DX[known], kept_NH, head_rows_DX)
+    else:
+        raise BadInput(f"{where}: cannot start from this head: it knows no token of the draft vocabulary")
+    rows_DH[known] = kept_NH
+    return rows_DH

@@ -8,6 +8,8 @@ from draftsmith.errors import BadInput
 from draftsmith.recipe import TrainRecipe
 from draftsmith.train.processes import sharded_like, whole
 
+_ROW_PER_TOKEN = ("embed_tokens.weight", "lm_head.weight")
+
 
 def trained_parameters(draft: Eagle3Draft) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters that training changes, by name."""
@@ -17,11 +19,11 @@ def trained_parameters(draft: Eagle3Draft) -> list[tuple[str, nn.Parameter]]:
 def make_optimizers(draft: Eagle3Draft, recipe: TrainRecipe) -> list[Optimizer]:
     """Return the optimizers, with weight decay on matrices only.
 
-    Muon (https://kellerjordan.github.io/posts/muon/) takes the matrices but `lm_head`, its updates scaled to the size
-    of AdamW's, so that one learning rate serves both.
+    Muon (https://kellerjordan.github.io/posts/muon/) takes the matrices but those with a row per token, its updates
+    scaled to the size of AdamW's, so that one learning rate serves both.
     """
     named = trained_parameters(draft)
-    for_muon = [p for name, p in named if recipe.optimizer == "muon" and p.dim() == 2 and name != "lm_head.weight"]
+    for_muon = [p for name, p in named if recipe.optimizer == "muon" and p.dim() == 2 and name not in _ROW_PER_TOKEN]
     if for_muon and recipe.shard:
         raise BadInput("train.optimizer = 'muon' needs whole matrices: it does not go with train.shard = true")
     taken = {id(p) for p in for_muon}

@@ -174,6 +174,7 @@ def _start(
         recipe.layers,
         recipe.layer_type,
         recipe.sliding_window,
+        recipe.hidden_size,
     )
     config = replace(
         derived, norm_before_fc=recipe.norm_before_fc, fc_norm=recipe.fc_norm, norm_output=recipe.norm_output

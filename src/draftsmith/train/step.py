@@ -57,10 +57,10 @@ class PackLoss(nn.Module):
     def empty_pack(self) -> TrainingPack:
         """Return a pack without rows: a process without samples takes part with gradients of zero."""
         weight = self.draft.fc.weight
-        width = len(self.draft.config.aux_boundaries) * self.draft.config.hidden_size
+        width, aux = self.draft.config.verifier_width, len(self.draft.config.aux_boundaries)
         ids = torch.empty(0, dtype=torch.long, device=weight.device)
-        pack = Pack(ids, torch.empty(0, width, device=weight.device), plan_rows([], len(self.step_weights)))
-        return TrainingPack(pack, torch.empty(0, self.draft.config.hidden_size, device=weight.device), [], 0)
+        pack = Pack(ids, torch.empty(0, aux * width, device=weight.device), plan_rows([], len(self.step_weights)))
+        return TrainingPack(pack, torch.empty(0, width, device=weight.device), [], 0)
 
 
 @dataclass(frozen=True)
