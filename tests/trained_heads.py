@@ -12,18 +12,24 @@ from safetensors.torch import load_file, save_file
 Tensors = dict[str, torch.Tensor]
 
 
+def write_recipe(folder: Path, verifier: Path, train: str, evaluate: str = "prompts = 0") -> Path:
+    """Write 24 prompts and a recipe with more lines for its sections train and evaluate."""
+    rows = "".join(json.dumps({"prompt": f"the cat number {i} sat on {i * 7}"}) + "\n" for i in range(24))
+    (folder / "rows.jsonl").write_text(rows)
+    (folder / "recipe.toml").write_text(
+        f'run_dir = "run"\n[verifier]\nmodel = "{verifier}"\ndevice = "cpu"\n[prepare]\ninput = "rows.jsonl"\n'
+        f"max_new_tokens = 24\nvalidation_share = 0.25\n[train]\ndraft_vocab_size = 64\n{train}\n"
+        f"[evaluate]\n{evaluate}\n"
+    )
+    return folder / "recipe.toml"
+
+
 def train_heads(folder: Path, verifier: Path, train: str = "", evaluate: str = "prompts = 0") -> Path:
     """Run every stage in `folder`, norm_before_residual = false; leave heads in `speculators` and `sglang`."""
     from draftsmith.pipeline import Pipeline
     from draftsmith.recipe import load_recipe
 
-    rows = "".join(json.dumps({"prompt": f"the cat number {i} sat on {i * 7}"}) + "\n" for i in range(24))
-    (folder / "rows.jsonl").write_text(rows)
-    (folder / "recipe.toml").write_text(
-        f'run_dir = "run"\n[verifier]\nmodel = "{verifier}"\ndevice = "cpu"\n[prepare]\ninput = "rows.jsonl"\n'
-        "max_new_tokens = 24\nvalidation_share = 0.25\n[train]\ndraft_vocab_size = 64\nepochs = 2\n"
-        f"norm_before_residual = false\n{train}\n[evaluate]\n{evaluate}\n"
-    )
+    write_recipe(folder, verifier, f"epochs = 2\nnorm_before_residual = false\n{train}", evaluate)
     pipeline = Pipeline(load_recipe(folder / "recipe.toml"))
     for stage in pipeline.stages:
         pipeline.run(stage)

@@ -1,6 +1,8 @@
-"""A draft that begins from an earlier head, also one with another draft vocabulary."""
+"""A draft that begins from an earlier head of any form, also one with another draft vocabulary."""
 
+from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +12,41 @@ from draftsmith.draft.model import Eagle3Draft
 from draftsmith.draft.vocabulary import DraftVocabulary
 from draftsmith.draft.width import fitted_rows
 from draftsmith.errors import BadInput
+
+
+def form(config: DraftConfig) -> dict[str, Any]:
+    """Return a draft's form by the recipe's keys; the sliding window is no part of it, as it can change."""
+    return {
+        "hidden_size": config.hidden_size,
+        "layers": config.num_layers,
+        "layer_type": config.layer.model_type,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "norm_before_residual": config.norm_before_residual,
+    }
+
+
+def kept_form(earlier: DraftConfig, config: DraftConfig, asked: Collection[str], where: str) -> dict[str, Any]:
+    """Return the keys, with the head's values, in which the head has another form than `config`: they stay as they are.
+
+    Raises BadInput if the recipe asks for one of them (`asked`: its keys that are not at their default).
+    """
+    theirs, ours = form(earlier), form(config)
+    differing = [key for key in theirs if theirs[key] != ours[key]]
+    refused = [
+        f"train.{key} = {_toml(ours[key])}, but it has {_toml(theirs[key])}" for key in differing if key in asked
+    ]
+    if refused:
+        raise BadInput(
+            f"{where}: cannot start from this head: {'; '.join(refused)}. Leave these keys at their default to keep "
+            "the head's form, or train without train.warm_start."
+        )
+    return {key: theirs[key] for key in differing}
+
+
+def _toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def warm_draft(

@@ -16,7 +16,7 @@ from draftsmith.draft.config import derive_config
 from draftsmith.draft.model import Eagle3Draft, new_draft
 from draftsmith.draft.rows import target_positions
 from draftsmith.draft.vocabulary import choose_vocabulary, count_supervised
-from draftsmith.draft.warm_start import warm_draft
+from draftsmith.draft.warm_start import form, kept_form, warm_draft
 from draftsmith.errors import BadInput
 from draftsmith.interop.source import SamplePlace, Source
 from draftsmith.recipe import TrainRecipe, VerifierRecipe
@@ -182,6 +182,10 @@ def _start(
     head_D = read_head(facts).for_states(source.normed).rows(vocabulary.token_ids)
     if recipe.warm_start:
         earlier = load_draft(Path(recipe.warm_start), facts)
+        asked = [key for key in form(config) if getattr(recipe, key) != TrainRecipe.model_fields[key].default]
+        if kept := kept_form(earlier.config, config, asked, recipe.warm_start):
+            named = ", ".join(f"{key} {value}" for key, value in kept.items())
+            print(f"train: the form of the head in {recipe.warm_start} is kept: {named}", file=sys.stderr)
         draft = warm_draft(earlier, config, vocabulary, read_embedding(facts), head_D.lm_head_VH, recipe.warm_start)
     else:
         draft = new_draft(config, vocabulary, read_embedding(facts), head_D.lm_head_VH, seed)
