@@ -1,5 +1,7 @@
 """The training step against the dense reference: same loss, same gradients, nothing leaks between samples."""
 
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,8 @@ from draftsmith.draft.decode import DraftDecoder
 from draftsmith.draft.objectives import ObjectiveName
 from draftsmith.draft.rows import plan_rows, target_positions
 from draftsmith.draft.unroll import unroll
+from draftsmith.train.data import TrainingPack
+from draftsmith.train.step import PackLoss
 from small import make_pack, small_draft, small_head, small_sample
 
 MASKS = {
@@ -117,6 +121,49 @@ def test_decoding_computes_what_the_unroll_does(form: dict[str, Any]) -> None:
 def test_other_objectives_equal_the_dense_reference(objective: ObjectiveName) -> None:
     samples = [small_sample(mask, seed) for seed, mask in enumerate(MASKS["several packed"])]
     assert_equals_the_reference(small_draft(), samples, [1.0, 0.8, 0.64], objective)
+
+
+@pytest.mark.usefixtures("warn_always")
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+def test_products_in_bfloat16_warn_of_nothing_and_stay_close(form: dict[str, Any]) -> None:
+    """bfloat16 has 8 bits, so one rounding is up to 0.4%; norms, residual stream and loss stay in float32."""
+    pack, last = make_pack([small_sample(mask, seed) for seed, mask in enumerate(MASKS["several packed"])], 3)
+    losses, grads = [], []
+    for precision in (torch.float32, torch.bfloat16):
+        draft = small_draft(**form)
+        head = small_head().rows(draft.vocabulary.token_ids)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loss, _ = PackLoss(draft, head, [1.0, 0.8, 0.64], "kl", precision)(
+                TrainingPack(pack, last, [], 0), len(last)
+            )
+            loss.backward()
+        losses.append(loss.detach())
+        grads.append(torch.cat([p.grad.flatten() for p in draft.parameters() if p.grad is not None]))
+    assert losses[0] != losses[1]
+    assert relative_error(losses[1], losses[0]) < 0.02
+    assert relative_error(grads[1], grads[0]) < 0.05
+
+
+@pytest.fixture
+def warn_always() -> Iterator[None]:
+    """Torch says most warnings only once per process, perhaps in an earlier test."""
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(False)
+
+
+def test_norms_compute_in_float32_and_heads_go_on_in_the_precision_of_the_products() -> None:
+    draft = small_draft(qwen3=True)
+    attention, norm = draft.decoder_layers[0].self_attn, draft.norm
+    x_nH = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    cos_sin = draft.cos_sin(torch.arange(5))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(norm(x_nH.bfloat16()), norm(x_nH.bfloat16().float()))
+        assert norm(x_nH.bfloat16()).dtype == torch.float32
+        input_nW = torch.cat([x_nH, x_nH], -1)
+        dtypes = {attention.queries(input_nW, *cos_sin).dtype, attention.keys(input_nW, *cos_sin).dtype}
+        assert dtypes == {attention.values(input_nW).dtype} == {torch.bfloat16}
 
 
 def test_the_reference_notices_a_wrong_shift() -> None:

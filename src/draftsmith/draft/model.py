@@ -16,6 +16,14 @@ from draftsmith.draft.vocabulary import DraftVocabulary
 from draftsmith.draft.width import leading_directions
 
 
+class DraftNorm(nn.RMSNorm):
+    """RMSNorm in the precision of its weight, float32 while training: what autocast does on CUDA but not on CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normed input in the weight's dtype."""
+        return super().forward(x.to(self.weight.dtype))
+
+
 class DraftAttention(nn.Module):
     """Projections of the attention; the first layer's input is [norm(embedding), norm(hidden)], width 2H."""
 
@@ -29,16 +37,18 @@ class DraftAttention(nn.Module):
         self.v_proj = nn.Linear(wide, self.kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
         norms_heads, eps = config.norms_heads, layer.rms_norm_eps
-        self.q_norm = nn.RMSNorm(self.head_dim, eps) if norms_heads else nn.Identity()
-        self.k_norm = nn.RMSNorm(self.head_dim, eps) if norms_heads else nn.Identity()
+        self.q_norm = DraftNorm(self.head_dim, eps) if norms_heads else nn.Identity()
+        self.k_norm = DraftNorm(self.head_dim, eps) if norms_heads else nn.Identity()
 
     def queries(self, input_nW: Tensor, cos_nd: Tensor, sin_nd: Tensor) -> Tensor:
         """Return rotated queries [n, h, d]."""
-        return rotate(self.q_norm(self.q_proj(input_nW).unflatten(-1, (self.heads, self.head_dim))), cos_nd, sin_nd)
+        queries_nhd: Tensor = self.q_proj(input_nW).unflatten(-1, (self.heads, self.head_dim))
+        return rotate(self.q_norm(queries_nhd).to(queries_nhd.dtype), cos_nd, sin_nd)
 
     def keys(self, input_nW: Tensor, cos_nd: Tensor, sin_nd: Tensor) -> Tensor:
         """Return rotated keys [n, g, d]."""
-        return rotate(self.k_norm(self.k_proj(input_nW).unflatten(-1, (self.kv_heads, self.head_dim))), cos_nd, sin_nd)
+        keys_ngd: Tensor = self.k_proj(input_nW).unflatten(-1, (self.kv_heads, self.head_dim))
+        return rotate(self.k_norm(keys_ngd).to(keys_ngd.dtype), cos_nd, sin_nd)
 
     def values(self, input_nW: Tensor) -> Tensor:
         """Return values [n, g, d]."""
@@ -73,10 +83,10 @@ class DraftLayer(nn.Module):
         self.first = first
         self.norm_before_residual = config.norm_before_residual
         eps = config.layer.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps)
+        self.input_layernorm = DraftNorm(config.hidden_size, eps)
         if first:
-            self.hidden_norm = nn.RMSNorm(config.hidden_size, eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps)
+            self.hidden_norm = DraftNorm(config.hidden_size, eps)
+        self.post_attention_layernorm = DraftNorm(config.hidden_size, eps)
         self.self_attn = DraftAttention(config, config.hidden_size * (2 if first else 1))
         self.mlp = DraftMLP(config)
 
@@ -110,12 +120,12 @@ class Eagle3Draft(nn.Module):
         self.embed_tokens.weight.requires_grad_(config.has_own_embedding)
         wide, eps = len(config.aux_boundaries) * config.verifier_width, config.layer.rms_norm_eps
         if config.norm_before_fc:
-            self.input_norm = nn.RMSNorm(wide, eps)
+            self.input_norm = DraftNorm(wide, eps)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(nn.RMSNorm(config.verifier_width, eps) for _ in config.aux_boundaries)
+            self.fc_norm = nn.ModuleList(DraftNorm(config.verifier_width, eps) for _ in config.aux_boundaries)
         self.fc = nn.Linear(wide, hidden, bias=False)
         self.layers = nn.ModuleList(DraftLayer(config, number == 0) for number in range(config.num_layers))
-        self.norm = nn.RMSNorm(hidden, eps)
+        self.norm = DraftNorm(hidden, eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", vocabulary.d2t)
         self.register_buffer("t2d", vocabulary.t2d)
