@@ -1,5 +1,7 @@
 """One optimizer step: gradients of all its packs, over all processes, then the update."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -41,17 +43,18 @@ class PackLoss(nn.Module):
         device = self.draft.fc.weight.device
         with torch.autocast(device.type, self._precision, enabled=self._precision != torch.float32):
             rows = unroll(self.draft, pack.pack, self._attention)
-        loss, sums = unroll_loss(
-            rows,
-            self.draft.lm_head.weight,
-            pack.target_JH,
-            self._head_D,
-            pack.pack.plan,
-            self.step_weights,
-            targets_in_step,
-            objective=self._objective,
-            precision=self._precision,
-        )
+        with _target_products(device, self._precision):
+            loss, sums = unroll_loss(
+                rows,
+                self.draft.lm_head.weight,
+                pack.target_JH,
+                self._head_D,
+                pack.pack.plan,
+                self.step_weights,
+                targets_in_step,
+                objective=self._objective,
+                precision=self._precision,
+            )
         return loss, torch.stack([sums.loss, sums.agreeing, sums.rows])
 
     def empty_pack(self) -> TrainingPack:
@@ -61,6 +64,20 @@ class PackLoss(nn.Module):
         ids = torch.empty(0, dtype=torch.long, device=weight.device)
         pack = Pack(ids, torch.empty(0, aux * width, device=weight.device), plan_rows([], len(self.step_weights)))
         return TrainingPack(pack, torch.empty(0, width, device=weight.device), [], 0)
+
+
+@contextmanager
+def _target_products(device: torch.device, precision: torch.dtype) -> Iterator[None]:
+    """On a GPU, beside products in bfloat16, let the verifier's run as TF32: it holds bfloat16 weights exactly."""
+    if device.type != "cuda" or precision == torch.float32:
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @dataclass(frozen=True)
