@@ -15,7 +15,7 @@ def register(app: typer.Typer) -> None:
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or their checkpoint/.", show_default=False)
+        list[Path], typer.Argument(metavar="RUN", help="Folders of runs, or their checkpoint/.", show_default=False)
     ],
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The page to write; default: report.html in the first RUN.")
