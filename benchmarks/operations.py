@@ -5,7 +5,8 @@ and that of its weights. `fc` needs no gradient of its input (the aux states), t
 logits. Attention needs two products forward and four backward per head, query and key that it sees. What a
 kernel computes twice to save memory, or masks afterwards, does not count: it is work, but not needed.
 
-H width, I width of the MLP, h / g heads and key-value heads, d head width, A aux states, D draft vocabulary.
+H width, X the verifier's, I width of the MLP, h / g heads and key-value heads, d head width, A aux states, D draft
+vocabulary.
 """
 
 import numpy as np
@@ -17,21 +18,21 @@ from draftsmith.draft.rows import RowPlan
 
 def step_operations(config: DraftConfig, plan: RowPlan) -> dict[str, float]:
     """Return the operations of one training step on a pack, by part, for a draft of one layer with trained lm_head."""
-    layer, hidden = config.layer, config.hidden_size
+    layer, hidden, wide = config.layer, config.hidden_size, config.verifier_width
     query_width = layer.num_attention_heads * layer.head_dim
     key_width = layer.num_key_value_heads * layer.head_dim
     prefix = len(plan.prefix)
     active = [len(step.rows) for step in plan.steps]
     losses = sum(len(step.loss_rows) for step in plan.steps)
     return {
-        "fc": 4 * len(config.aux_boundaries) * hidden**2 * prefix,
+        "fc": 4 * len(config.aux_boundaries) * wide * hidden * prefix,
         "k and v": 6 * 2 * hidden * 2 * key_width * (prefix + sum(active[1:])),
         "q": 6 * 2 * hidden * query_width * sum(active),
         "o": 6 * query_width * hidden * sum(active),
         "MLP": 6 * 3 * hidden * layer.intermediate_size * sum(active),
         "attention": 12 * query_width * seen_keys(plan, config.windows[0]),
         "draft head": 6 * hidden * config.draft_vocab_size * losses,
-        "target head": 2 * hidden * config.draft_vocab_size * len(plan.targets),
+        "target head": 2 * wide * config.draft_vocab_size * len(plan.targets),
     }
 
 

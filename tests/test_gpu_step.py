@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from compare_step import step_loss
 from draftsmith.draft.rows import plan_rows
-from small import make_pack, small_draft, small_sample
+from small import HIDDEN, make_pack, small_draft, small_sample
 
 ROOT = Path(__file__).resolve().parent.parent
 MASKS = [[0] * 9 + [1] * 12, [0, 1, 1, 0, 0, 1, 1, 1, 1]]
@@ -37,9 +37,10 @@ def test_the_small_form_checks_and_measures() -> None:
     assert needed[2] < needed[1] < needed[0] == needed[3]
 
 
-def test_operations_are_those_that_torch_counts() -> None:
+@pytest.mark.parametrize("width", [HIDDEN, 24])
+def test_operations_are_those_that_torch_counts(width: int) -> None:
     """But attention, whose plain form computes hidden keys too, and scores twice."""
-    samples, draft = [small_sample(mask, seed) for seed, mask in enumerate(MASKS)], small_draft()
+    samples, draft = [small_sample(mask, seed) for seed, mask in enumerate(MASKS)], small_draft(width=width)
     pack, _ = make_pack(samples, 3)
     with FlopCounterMode(display=False) as counter:
         step_loss(draft, samples, [1.0, 1.0, 1.0]).backward()
