@@ -13,6 +13,7 @@ from draftsmith.errors import BadInput
 from draftsmith.store.training import MEASUREMENTS, METRICS, scalars
 
 EVENTS = "tensorboard"  # the folder of the events, within the checkpoint's
+PREFIX = "events.out.tfevents"  # then .second.host.process.count
 
 
 class RunLog:
@@ -54,4 +55,16 @@ def _tensorboard(folder: Path, done: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise BadInput("train.tensorboard: install draftsmith[tensorboard] first, or leave it off") from error
+    _put_before_new_events(folder / EVENTS)
     return SummaryWriter(str(folder / EVENTS), purge_step=done + 1)
+
+
+def _put_before_new_events(folder: Path) -> None:
+    """Number the files of earlier runs 0, 1, ... where their names have the second of their start.
+
+    TensorBoard reads files in the order of their names, and what a later one begins behind `done` hides those events of
+    earlier ones only. A run that resumes within the same second, or where the clock is late, would else be read first.
+    """
+    for number, file in enumerate(sorted(folder.glob(f"{PREFIX}.*"))):
+        _, of_process = file.name.removeprefix(f"{PREFIX}.").split(".", 1)
+        file.rename(folder / f"{PREFIX}.{number:010d}.{of_process}")
